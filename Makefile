@@ -65,7 +65,7 @@ $(SETUP): $(SERVER)
 	$(INSTALL) '.[dev]'
 	@touch $@
 
-serve: $(SERVER) ## Serve the demo model, or the folders in MODELS=...
+serve: $(SERVER) ## Serve the demo model, or the folders in MODELS=...; HTTP_PORT=8010 OPENAI_PORT=9010 if ports are taken
 	@exec $(BIN)/hf-triton serve $(MODELS) --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) \
 	  --metrics-port $(METRICS_PORT) --openai-port $(OPENAI_PORT)
 

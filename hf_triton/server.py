@@ -40,7 +40,7 @@ from hf_triton.errors import ServerError
 PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h: the signal a child gets when its parent dies
 DISTRIBUTION_LIBRARIES: Final = ("/usr/lib", "/lib")
 """The loader looks there anyway; named in LD_LIBRARY_PATH, they would hide the image's CUDA compatibility libraries."""
-STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STOP_GRACE_S = 30.0
 NOT_HEALTHY: Final = re.compile(r"(Internal: )?Stub process '[^']*' is not healthy\.?")
 STOOD_STILL: Final = "its process died or stood still while it loaded: give it memory and processor time; load it again"
@@ -84,6 +84,14 @@ def first_sentence(reason: str) -> str:
     return NOT_HEALTHY.sub(STOOD_STILL, message.partition("\n")[0].strip())
 
 
+def read_log(file: Path) -> str:
+    """A program's log; empty if the file was removed."""
+    try:
+        return file.read_text(errors="replace")
+    except FileNotFoundError:
+        return ""
+
+
 def describe_log(text: str, log: int | Path | None) -> str:
     """The end of an error message: the last lines of a program's log that may say why, or a pointer to them.
 
@@ -92,7 +100,7 @@ def describe_log(text: str, log: int | Path | None) -> str:
         log: Where it is kept, if it is.
     """
     if not text:
-        return ": its log above says why"
+        return "" if isinstance(log, Path) else ": its log above says why"
     lines = text.splitlines()
     telling = [line for line in lines if not NOT_TELLING.match(line)]
     named = f", {log}, says" if isinstance(log, Path) else " ends"
@@ -229,7 +237,7 @@ def is_shell_safe(name: str) -> bool:
 
 @contextlib.contextmanager
 def delayed_signals() -> Iterator[None]:
-    """Let Ctrl+C and SIGTERM wait until a new process is started and known.
+    """Let Ctrl+C, SIGTERM and SIGHUP wait until a new process is started and known.
 
     Python drops what a signal's handler raises while it forks.
     """
@@ -251,18 +259,20 @@ def describe_status(status: int) -> str:
     return f"with status {status}" if status >= 0 else f"by signal {-status} ({signal.strsignal(-status)})"
 
 
-def _check_flags(binary: Path, flags: Sequence[str]) -> None:
+def check_flags(flags: Sequence[str]) -> None:
     """Check that tritonserver knows its flags; its own answer to a wrong one is one line above 400 lines of help.
 
     Raises:
-        ServerError: It does not.
+        ServerError: It does not, or there is no tritonserver.
     """
     if not flags:
         return
+    with tempfile.TemporaryDirectory() as scratch:
+        binary = find_tritonserver(Path(scratch)).binary
     tried = subprocess.run([binary, *flags, "--help"], stdin=subprocess.DEVNULL, capture_output=True, text=True)
     name, colon, sentence = tried.stderr.partition("\n")[0].partition(": ")
     if colon and name == str(binary):  # getopt's sentence
-        raise ServerError("server_failed", f"tritonserver: {sentence}")
+        raise ServerError("wrong_usage", f"tritonserver: {sentence}; `{binary} --help` lists its flags")
 
 
 def _prepare_process() -> None:
@@ -340,12 +350,11 @@ class TritonServer:
         """Start the process and return at once.
 
         Raises:
-            ServerError: There is no tritonserver to start, or it does not know a flag.
+            ServerError: There is no tritonserver to start.
         """
         self._scratch = tempfile.TemporaryDirectory(prefix="hf_triton_server_")
         scratch = Path(self._scratch.name)
         installation = find_tritonserver(scratch)
-        _check_flags(installation.binary, self._arguments)
         repositories = [
             self._safe_path(path, scratch / f"models{number}") for number, path in enumerate(self.model_repositories)
         ]
@@ -466,7 +475,7 @@ class TritonServer:
     def read_log(self) -> str:
         """The output of the server and its models so far; empty if `log` is a descriptor."""
         file = self._log_file
-        return "" if file is None else file.read_text(errors="replace")
+        return "" if file is None else read_log(file)
 
     @property
     def _log_file(self) -> Path | None:

@@ -66,7 +66,8 @@ def bench(
 ) -> None:
     """Measure MODEL under load with AIPerf; MODEL may be left out if one is served.
 
-    Requests go through an OpenAI gateway that the command starts and stops. AIPerf comes by `pipx install aiperf`.
+    Requests go through an OpenAI gateway that the command starts and stops. AIPerf comes by `pipx install
+    aiperf==0.13.0`.
     """
     program = shutil.which("aiperf")
     if program is None:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import click
 
+from hf_triton.cli.say import say
+
 if TYPE_CHECKING:
     from rich.live import Live
     from rich.table import Table
@@ -74,7 +76,7 @@ class Board:
         if self._is_starting and self._live is not None:
             return
         if self._is_starting or state != "loading":
-            click.echo(f"{name}: {self._lines[name]}", err=state == "failed")
+            say(f"{name}: {self._lines[name]}", err=state == "failed")
 
     def _table(self) -> Table:
         from rich.table import Table

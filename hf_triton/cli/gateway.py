@@ -18,7 +18,7 @@ from typing import IO, Final
 from hf_triton.cli.gateway_options import as_arguments
 from hf_triton.errors import ServerError
 from hf_triton.openai.config import GatewayConfig
-from hf_triton.server import delayed_signals, describe_log, describe_status, end_with_parent, open_local
+from hf_triton.server import delayed_signals, describe_log, describe_status, end_with_parent, open_local, read_log
 
 START_LIMIT_S: Final = 60.0
 CONNECT_LIMIT_S: Final = 2.0
@@ -106,7 +106,7 @@ class GatewayProcess:
         """
         status = None if self._process is None else self._process.poll()
         if status is not None:
-            text = self._log.read_text(errors="replace") if isinstance(self._log, Path) else ""
+            text = read_log(self._log) if isinstance(self._log, Path) else ""
             reason = describe_log(text, self._kept_log)
             raise ServerError("gateway_failed", f"the OpenAI gateway exited {describe_status(status)}{reason}")
 

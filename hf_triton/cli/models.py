@@ -89,7 +89,7 @@ def _explicit(name: str) -> Iterator[None]:
             raise ServerError(
                 "server_failed",
                 "this Triton loads and unloads no models by request: start it with `hf-triton serve REPOSITORY -- "
-                "--model-control-mode=explicit '--load-model=*'`",
+                "--model-control-mode=explicit '--load-model=*'`, or a tritonserver of your own with these two flags",
             ) from None
         if UNREADABLE in error.sentence:
             raise ServerError(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import click
+from click.core import ParameterSource
 
 from hf_triton.cli.board import Board
 from hf_triton.cli.doors import door_repository, encoder_declaration, has_chat_template, streamed_folder
@@ -24,12 +25,13 @@ from hf_triton.cli.model_folder import SET, TASK, with_task
 from hf_triton.cli.model_states import ModelStates
 from hf_triton.cli.ports import PORT, check_host, check_ports
 from hf_triton.cli.repositories import served_repository
+from hf_triton.cli.say import say
 from hf_triton.cli.server_log import ServerLog
 from hf_triton.cli.sources import fetch_models, is_repository, model_repository, split_flags
 from hf_triton.cli.typed import as_typed
 from hf_triton.errors import ServerError
 from hf_triton.openai.config import GatewayConfig
-from hf_triton.server import TritonServer, restricted_protocol_headers
+from hf_triton.server import STOP_SIGNALS, TritonServer, check_flags, restricted_protocol_headers
 from hf_triton.stream_door.model import SUFFIX
 
 DEFAULT_OPENAI_PORT: Final = GatewayConfig.model_fields["port"].default
@@ -110,15 +112,16 @@ def serve(
     """
     what, flags = split_flags(what)
     settings = with_task(settings, task)
-    _check_flags(flags)
+    _check_own_flags(flags)
     if not what and (settings or stream):
         raise click.UsageError("--set, --task and --stream are for models: name one")
     check_host(host)
     ports = {"--http-port": http_port, "--grpc-port": grpc_port, "--metrics-port": metrics_port}
     check_ports(ports | ({"--openai-port": openai_port} if openai else {}))
+    if not openai:
+        _check_no_gateway_options()
+    check_flags(flags)
     on_demand = bool(gateway_values["on_demand"])
-    if on_demand and not openai:
-        raise click.UsageError("--on-demand needs the gateway, which loads the models: leave --no-openai out")
     if on_demand and EXPLICIT not in flags:
         flags = [*flags, EXPLICIT]
     config = None
@@ -126,8 +129,9 @@ def serve(
         triton = f"{'127.0.0.1' if host == '0.0.0.0' else host}:{grpc_port}"
         metrics = {"triton_metrics": triton.replace(f":{grpc_port}", f":{metrics_port}")} if on_demand else {}
         config = read_config(BESIDE_TRITON, gateway_values, triton=triton, host=host, port=openai_port, **metrics)
-    for number in (signal.SIGINT, signal.SIGTERM):  # a shell's `&` ignores SIGINT
-        signal.signal(number, signal.default_int_handler)
+    for number in STOP_SIGNALS:
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # `&` ignores SIGINT, nohup SIGHUP
+            signal.signal(number, signal.default_int_handler)
     with contextlib.ExitStack() as stack:
         given = Path(what[0]) if len(what) == 1 and is_repository(what[0]) and not (settings or stream) else None
         if given is None and what:
@@ -147,7 +151,7 @@ def serve(
             log=file,
         )
         gateway = None if config is None else GatewayProcess(config, file, restricted_protocol_headers(flags))
-        click.echo(f"Starting tritonserver{f'; its log: {log.path}' if log else ''}")
+        say(f"Starting tritonserver{f'; its log: {log.path}' if log else ''}")
         board = stack.enter_context(Board(may_be_live=log is not None))
         _show_failed(board, excluded)
         states = ModelStates(board, log, os.listdir(door_folders) if door_folders else ())
@@ -158,11 +162,11 @@ def serve(
             else:
                 ready = _describe_ready(server, config, states, exit_on_error, is_explicit=EXPLICIT in flags)
             board.close()
-            click.echo(ready)
+            say(ready)
             was_ready = True
             _wait(server, gateway, states)
     was_killed = was_ready and server.process is not None and server.process.returncode != 0
-    click.echo(
+    say(
         "Stopped after Triton's time to exit: a connection was still open, or a model was not unloaded."
         if was_killed
         else "Stopped."
@@ -221,7 +225,19 @@ def _find_defects(repository: Path, exit_on_error: bool, *, may_fetch: bool) -> 
     return excluded
 
 
-def _check_flags(flags: Sequence[str]) -> None:
+def _check_no_gateway_options() -> None:
+    """Refuse options of a gateway that does not run; without it, no API key is asked for.
+
+    Raises:
+        click.UsageError: There is one.
+    """
+    source = click.get_current_context().get_parameter_source
+    for name, option in BESIDE_TRITON.items():
+        if source(name) is not ParameterSource.DEFAULT:
+            raise click.UsageError(f"{option} needs the gateway: leave --no-openai out")
+
+
+def _check_own_flags(flags: Sequence[str]) -> None:
     """Refuse flags that the command sets itself.
 
     Raises:
@@ -305,10 +321,10 @@ def _wait(server: TritonServer, gateway: GatewayProcess | None, states: ModelSta
                 gateway.check()
             time.sleep(0.2)
     except KeyboardInterrupt:
-        click.echo("Stopping: waiting for requests in flight and open connections; Ctrl+C again stops at once.")
+        say("Stopping: waiting for requests in flight and open connections; Ctrl+C again stops at once.")
         raise
     except ServerError:
-        click.echo("Stopping, because the OpenAI gateway has ended.", err=True)
+        say("Stopping, because the OpenAI gateway has ended.", err=True)
         raise
     states.update()
     raise ServerError("server_failed", f"tritonserver exited {server.describe_exit()}{server.describe_log()}")

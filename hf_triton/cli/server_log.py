@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
+from hf_triton.cli.say import say
 from hf_triton.server import first_sentence
 
 MAX_BYTES: Final = 100_000_000
@@ -45,25 +47,36 @@ class ServerLog:
     """A new log file in the temporary folder, which tritonserver and the gateway append to; it stays there."""
 
     def __init__(self) -> None:
-        descriptor, name = tempfile.mkstemp(prefix="hf_triton_serve_", suffix=".log")
-        os.close(descriptor)
+        self._descriptor, name = tempfile.mkstemp(prefix="hf_triton_serve_", suffix=".log")
         self.path = Path(name)
         self._offset = 0
+        self._was_removed = False
 
     def events(self) -> Iterator[Event]:
         """What the lines say that have come since the last call.
 
-        A file of `MAX_BYTES` becomes NAME.1, and goes on empty: both programs append to it.
+        A file of `MAX_BYTES` becomes NAME.1, if the disk has room for it, and goes on empty: both programs append to
+        it. They also do so to a removed file, which is said once.
         """
-        with self.path.open("rb") as file:
+        if not self._was_removed and os.fstat(self._descriptor).st_nlink == 0:
+            self._was_removed = True
+            say(
+                f"The log {self.path} was removed: what Triton and the gateway write cannot be read any more.", err=True
+            )
+        with open(self._descriptor, "rb", closefd=False) as file:
             file.seek(self._offset)
             while (line := file.readline()).endswith(b"\n"):
                 self._offset += len(line)
                 if event := parse_line(line.decode(errors="replace").rstrip()):
                     yield event
         if self._offset > MAX_BYTES:
-            shutil.copyfile(self.path, f"{self.path}.1")
-            os.truncate(self.path, 0)
+            former = Path(f"{self.path}.1")
+            try:
+                shutil.copyfile(self.path, former)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    former.unlink()
+            os.truncate(self._descriptor, 0)
             self._offset = 0
 
 

@@ -64,7 +64,7 @@ def explain_load(
         return CheckpointError(
             "checkpoint_invalid",
             f"{part} of {name} cannot be loaded without the packages gptqmodel and optimum ({short}): install them as "
-            'docs/models.md says under "Quantisation", or choose other weights',
+            "docs/quantisation.md says, or choose other weights",
         )
     if re.search(NEEDS_GPU, message):
         return CheckpointError(

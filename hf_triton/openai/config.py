@@ -18,6 +18,8 @@ Seconds = Annotated[float, annotated_types.Gt(0), annotated_types.Le(7 * 24 * 36
 Count = Annotated[int, annotated_types.Ge(1), annotated_types.Le(2**31 - 1)]
 UNITS_S: Final = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 FOR_EVER: Final = -1.0
+ORIGIN: Final = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
+"""As browsers send it, without a path; another text would match none."""
 DEFAULT_KEEP_ALIVE_S: Final = 600.0
 
 
@@ -63,7 +65,7 @@ class GatewayConfig(BaseModel):
     api_key_file: Path | None = None
     """File of API keys, one a line; # begins a comment, on a line of its own or after a key. It is read again when it
     changes, and a key that is not in it any more is refused; without a key in it, all are. Without a file, every
-    client is served."""
+    client is served. Triton's own ports ask for no key."""
 
     allowed_origins: tuple[str, ...] = ()
     """Origins whose pages may call the gateway from a browser (CORS), `https://chat.example.com` or `*`; none by
@@ -111,6 +113,16 @@ class GatewayConfig(BaseModel):
         """Time after which an idle model is unloaded, in seconds; None: never."""
         given = DEFAULT_KEEP_ALIVE_S if self.keep_alive is None else self.keep_alive
         return None if given == FOR_EVER else given
+
+    @field_validator("allowed_origins")
+    @classmethod
+    def _are_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in origins:
+            if not ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"allowed_origins must be * or an origin such as https://chat.example.com, got {clip(origin)}"
+                )
+        return origins
 
     @field_validator("on_demand")
     @classmethod

@@ -96,6 +96,8 @@ RESPONSES: Final = _responses(ErrorBody)
 ANTHROPIC_RESPONSES: Final = _responses(AnthropicErrorBody)
 """Errors of Anthropic's endpoints."""
 
+NO_HOST: Final = "errors resolving"
+"""In gRPC's sentence: errors resolving nohost:8001: [... Domain name not found]."""
 _CODED: Final = re.compile(rf"(?:^|[\s\]])({'|'.join(CODES)}): (.*)", re.DOTALL)
 _REQUEST_ID: Final = re.compile(r"^\[request id: [^]]*\] ")
 _REASON: Final = re.compile(r"(?:TritonModelException: )(?:[a-z_]+: )?([^\n]*)")
@@ -124,6 +126,7 @@ class ApiError(HTTPException):
         type: OpenAI's type of error; by default that of the status.
         param: The field of the request that is wrong, as the client sent it, or that it lacks.
         code: For programs.
+        logged: What the log says in place of the message, if it may name the host's paths.
     """
 
     def __init__(
@@ -134,10 +137,12 @@ class ApiError(HTTPException):
         type: str | None = None,
         param: str | None = None,
         code: str | None = None,
+        logged: str | None = None,
     ) -> None:
         headers = {"Retry-After": str(RETRY_AFTER_S)} if status in (429, 503) else None
         super().__init__(status, message, headers)
         self.message = message
+        self.logged = logged or message
         self.type = type or TYPES.get(status) or (INVALID if status < 500 else "server_error")
         self.param = param
         self.code = code
@@ -174,8 +179,24 @@ def too_large(max_bytes: int) -> ApiError:
 
 def load_reason(details: str) -> str:
     """Why Triton has not loaded a model: our sentence in its message, or the first line; without the host's paths."""
+    return _PATH.sub("[path]", logged_reason(details))
+
+
+def logged_reason(details: str) -> str:
+    """The same with the host's paths."""
     found = _REASON.search(details)
-    return _PATH.sub("[path]", found[1] if found else first_sentence(details))
+    return found[1] if found else first_sentence(details)
+
+
+def transport_reason(details: str) -> str:
+    """Why a server cannot be reached, from gRPC's own message."""
+    if "failed to connect" in details and ("Socket closed" in details or "http1.x" in details):
+        return "what listens there speaks no gRPC: is it the HTTP port?"
+    if "refused" in details:
+        return "the connection is refused"
+    if any(word in details for word in ("DNS", "name resolution", NO_HOST)):
+        return "there is no such host"
+    return "the connection broke off"
 
 
 def triton_error(message: str, names: Mapping[str, str], fields: Collection[str], status: int = 500) -> ApiError:
@@ -214,7 +235,7 @@ def named_field(sentence: str, fields: Collection[str]) -> str | None:
 
 
 def unknown_field(name: str, fields: Collection[str]) -> ApiError:
-    message = f"there is no field {clip(name)}{suggest(name, fields, 'docs/openai.md')}"
+    message = f"there is no field {clip(name)}{suggest(name, fields, 'docs/openai-fields.md')}"
     is_short = clip(name) == f"'{name}'"
     return ApiError(400, message, param=name if is_short else None, code="unknown_parameter")
 

@@ -458,7 +458,7 @@ class OnDemand:
             wait_s = RETRY_S
             if failure.code == "not_loaded":  # Triton's answer, not its absence
                 entry.retry_s = wait_s = min(max(RETRY_S, 2 * entry.retry_s), MAX_RETRY_S)
-            LOG.warning("%s; tried again for a request in %g s or later", failure.message, wait_s)
+            LOG.warning("%s; tried again for a request in %g s or later", failure.logged, wait_s)
             entry.failed_until_s = self._clock() + wait_s
             entry.enter(State.UNLOADED)
             entry.refuse(failure, wait_s)

@@ -16,7 +16,7 @@ import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from hf_triton.errors import clip
-from hf_triton.openai.errors import ApiError, load_reason
+from hf_triton.openai.errors import ApiError, load_reason, logged_reason
 from hf_triton.openai.on_demand import Activity
 from hf_triton.openai.triton import CHANNEL_OPTIONS, CONTROL_TIMEOUT_S, RESTRICTED
 from hf_triton.openai.triton_messages import DOOR_SUFFIX
@@ -118,7 +118,7 @@ class TritonRepository:
             try:
                 await self._load(door)
             except ApiError as error:  # the model answers whole responses all the same
-                LOG.warning("%s", error.message)
+                LOG.warning("%s", error.logged)
 
     async def _load(self, name: str) -> None:
         try:
@@ -128,8 +128,13 @@ class TritonRepository:
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNAVAILABLE and "explicit" not in (error.details() or ""):
                 raise _error(error) from None
-            sentence = f"the model {clip(name)} cannot be loaded: {load_reason(error.details() or '')}"
-            raise ApiError(503, sentence, code="not_loaded") from None
+            sentence, details = f"the model {clip(name)} cannot be loaded", error.details() or ""
+            raise ApiError(
+                503,
+                f"{sentence}: {load_reason(details)}",
+                code="not_loaded",
+                logged=f"{sentence}: {logged_reason(details)}",
+            ) from None
 
     async def unload(self, name: str) -> None:
         """Unload a model and its stream door; return when they are unloaded.

@@ -16,6 +16,7 @@ import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from hf_triton.errors import clip
+from hf_triton.openai.connection import watch_connection
 from hf_triton.openai.errors import ApiError, load_reason, model_not_found, triton_error
 from hf_triton.openai.hints import pass_over
 from hf_triton.openai.model_infos import ModelInfos
@@ -106,6 +107,10 @@ class TritonModels:
         self._seen: dict[str, Model] = {}
         self._changes: dict[str, int] = {}
         self._infos = ModelInfos(self._stub, self._headers)
+
+    async def watch(self) -> None:
+        """Log when Triton is reached and lost, until the task is cancelled."""
+        await watch_connection(self._channel, self._address)
 
     async def close(self) -> None:
         """Cancel what is in flight and disconnect."""

@@ -172,7 +172,7 @@ def check_task_input(declaration: TaskDeclaration, name: str, data_type: str) ->
     if types is None:
         raise SettingsError(
             f"config.pbtxt declares the input '{name}', which a model for {declaration.name} does not take"
-            f"{suggest(name, declaration.input_types, 'docs/models.md')}"
+            f"{suggest(name, declaration.input_types, 'docs/encoders.md')}"
         )
     if data_type not in types:
         raise SettingsError(f"config.pbtxt declares {name} as {data_type}; it must be {' or '.join(types)}")
@@ -188,7 +188,7 @@ def check_task_output(declaration: TaskDeclaration, name: str, data_type: str) -
     if name not in known:
         raise SettingsError(
             f"config.pbtxt declares the output '{name}', which a model for {declaration.name} does not have"
-            f"{suggest(name, known, 'docs/models.md')}"
+            f"{suggest(name, known, 'docs/encoders.md')}"
         )
     if known[name].data_type != data_type:
         raise SettingsError(f"config.pbtxt declares {name} as {data_type}; it must be {known[name].data_type}")

@@ -113,7 +113,7 @@ def _unknown(declaration: TaskDeclaration, name: str) -> RequestError:
     return RequestError(
         "unknown_parameter",
         f"there is no input or parameter {clip(name)} in {declaration.name}"
-        f"{suggest(name, declaration.input_types, 'docs/models.md')}",
+        f"{suggest(name, declaration.input_types, 'docs/encoders.md')}",
     )
 
 

@@ -147,12 +147,6 @@ def test_no_hub_is_one_sentence(tmp_path: Path) -> None:
     assert "error: hub_unavailable" in done.stderr
 
 
-def test_an_unknown_flag_ends_with_tritons_sentence(checkpoint: Path) -> None:
-    done = serve_until_exit(str(checkpoint), "--no-openai", "--", "--no-such-flag=1")
-    assert done.returncode == 1
-    assert done.stderr.endswith("\nerror: server_failed: tritonserver: unrecognized option '--no-such-flag=1'\n")
-
-
 @pytest.mark.full
 @pytest.mark.parametrize(("head", "config"), [("sequence", {"num_labels": 1}), ("sequence", {}), ("answers", {})])
 def test_printed_requests_fit_an_encoder(tmp_path: Path, head: str, config: dict[str, object]) -> None:

@@ -70,6 +70,13 @@ def test_first_screen_has_the_two_commands() -> None:
     assert "make test" in first_screen
 
 
+def test_messages_name_documents_that_exist() -> None:
+    sources = "".join(path.read_text() for path in (ROOT / "hf_triton").rglob("*.py"))
+    named = set(re.findall(r"docs/[\w-]+\.md", sources))
+    assert len(named) >= 5
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
 def test_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     targets = set(re.findall(r"^([a-z-]+):", makefile, flags=re.MULTILINE))

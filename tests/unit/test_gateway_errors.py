@@ -7,7 +7,7 @@ import pytest
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from hf_triton.hub.failures import FOLDER_HINT
-from hf_triton.openai.errors import ApiError, in_names, load_reason
+from hf_triton.openai.errors import ApiError, in_names, load_reason, logged_reason
 from hf_triton.openai.triton_messages import Folder, Generation, infer_request
 
 TRITON = "failed to load 'm' version 1: Internal: TritonModelException: path_not_found: {}\n\nAt:\n  /srv/models/m/1"
@@ -34,6 +34,10 @@ def test_a_path_of_the_host_does_not(path: str) -> None:
         f"there is no [path]: {FOLDER_HINT}",
         f"there is no `[path]`: {FOLDER_HINT}",
     )
+
+
+def test_the_log_names_it() -> None:
+    assert logged_reason(TRITON.format("there is no /srv/m: x")) == "there is no /srv/m: x"
 
 
 @pytest.mark.parametrize("name", ["messages", "input"])

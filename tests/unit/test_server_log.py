@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `hf-triton serve` reads in Triton's log, and the one line a model that it makes of it."""
 
+import os
+import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -115,6 +119,49 @@ def test_a_large_log_goes_on_in_an_empty_file(tmp_path: Path, monkeypatch: pytes
             assert [event.model for event in log.events()] == [name]
             assert log.path.stat().st_size == 0
     assert "loading: b:1" in Path(f"{log.path}.1").read_text()
+
+
+def test_a_removed_log_is_said_once_and_read_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("hf_triton.cli.server_log.MAX_BYTES", 10)
+    log = ServerLog()
+    with log.path.open("a") as file:
+        log.path.unlink()
+        for name in ("a", "b"):
+            file.write(HEAD.format(f"loading: {name}:1") + "\n")
+            file.flush()
+            assert [event.model for event in log.events()] == [name]
+        assert os.fstat(file.fileno()).st_size == 0
+    assert capsys.readouterr().err.count("was removed") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_loses_the_former_log_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("hf_triton.cli.server_log.MAX_BYTES", 1000)
+    log = ServerLog()
+    log.path.write_text("x" * 2000 + "\n")
+    former = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1500, former[1]))  # Python ignores SIGXFSZ: writing fails
+    try:
+        assert list(log.events()) == []
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, former)
+    assert list(tmp_path.iterdir()) == [log.path]
+    assert log.path.stat().st_size == 0
+
+
+def test_a_reader_that_has_ended_ends_no_printing_program() -> None:
+    lines = "".join(f"say('{number}' * 70000);" for number in range(3))
+    script = f"import sys; from hf_triton.cli.say import say; {lines} sys.stderr.write('went on')"
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b"went on"
+    assert process.returncode == 0
 
 
 def test_an_error_shows_the_lines_of_a_log_that_tell_something() -> None:

@@ -3,6 +3,9 @@
 
 const OF_THE_PAGE = ["model", "messages", "prompt", "stream", "stream_options", "n"];
 
+/** Chunks of a shorter stream may have waited for one read; their times tell no rate. */
+const MIN_STREAMED_MS = 50;
+
 /** A prompt and its answer, as far as it has come. Times are milliseconds since the page was opened. */
 export function newTurn(prompt, settings) {
   const state = { isRunning: true, wasStopped: false, error: null, usage: null, finishReason: null };
@@ -80,10 +83,10 @@ export function roomLeft({ error }) {
   return Number(/max_tokens <= (\d+)/.exec(error.message)?.[1] ?? 0);
 }
 
-/** After the first token; over the whole answer if it came in one piece. */
+/** After the first token; over the whole answer if it came in one piece, or in pieces that arrived together. */
 function tokensPerSecond(turn, tokens) {
   const streamedMs = turn.lastMs - turn.firstMs;
-  if (streamedMs > 0 && tokens > 1) return ((tokens - 1) * 1000) / streamedMs;
+  if (streamedMs >= MIN_STREAMED_MS && tokens > 1) return ((tokens - 1) * 1000) / streamedMs;
   return (tokens * 1000) / (turn.lastMs - turn.startMs);
 }
 

@@ -228,6 +228,7 @@ function onModel() {
   const isEncoder = hasForm(model()?.task);
   document.body.classList.toggle("encoder", isEncoder);
   document.querySelectorAll(".model-name").forEach((element) => (element.textContent = $("model").value));
+  $("starters").classList.toggle("demo", $("model").value === "demo");
   $("task-name").textContent = model()?.task ?? "";
   if (isEncoder) showForm($("task"), model(), theKey);
   settings.showDefaults(form, model()?.defaults);
