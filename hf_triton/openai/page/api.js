@@ -17,8 +17,8 @@ export async function listModels(key) {
 }
 
 /** POST a body; the answer. */
-export async function post({ path, body }, key) {
-  return (await call(path, key, { method: "POST", body })).json();
+export async function post({ path, body }, key, signal) {
+  return (await call(path, key, { method: "POST", body, signal })).json();
 }
 
 /** POST a body and yield the stream's chunks. */
@@ -40,9 +40,7 @@ export function curlCommand({ path, body }, hasKey) {
   return ["curl -N", quote(new URL(path, ROOT).href), ...headers.map((header) => `-H ${header}`), `-d ${quote(body)}`].join(" ");
 }
 
-function quote(text) {
-  return `'${text.replaceAll("'", "'\\''")}'`;
-}
+const quote = (text) => `'${text.replaceAll("'", "'\\''")}'`;
 
 async function call(path, key, options = {}) {
   const headers = new Headers(options.body ? { "Content-Type": "application/json" } : {});

@@ -2,6 +2,8 @@
 // What was asked and answered, and the request that asks next. Knows neither the document nor the network.
 
 const OF_THE_PAGE = ["model", "messages", "prompt", "stream", "stream_options", "n"];
+const MAX_TOOL_CALLS = 1000; // of an answer; later ones are left out
+const INDEX = Symbol("index"); // of a tool call in its stream: neither sent nor kept
 
 /** Chunks of a shorter stream may have waited for one read; their times tell no rate. */
 const MIN_STREAMED_MS = 50;
@@ -60,7 +62,7 @@ export function figure(number) {
 
 /** The figures of an answer in words: tokens, their rate, the time to the first one, how it ended. */
 export function describe(turn) {
-  const tokens = turn.usage?.completion_tokens;
+  const { completion_tokens: tokens } = counts(turn);
   const figures = [];
   if (tokens !== undefined) figures.push(`${figure(tokens)} ${tokens === 1 ? "token" : "tokens"}`);
   if (tokens > 0 && turn.firstMs !== null) figures.push(`${figure(tokensPerSecond(turn, tokens))} tokens/s`);
@@ -73,8 +75,13 @@ export function describe(turn) {
 
 /** Tokens of the model's context that a conversation takes, by its last answer; 0 if none says. */
 export function contextUsed(turns) {
-  const { prompt_tokens: prompt = 0, completion_tokens: completion = 0 } = turns.findLast(({ usage }) => usage)?.usage ?? {};
+  const { prompt_tokens: prompt = 0, completion_tokens: completion = 0 } = counts(turns.findLast(({ usage }) => usage));
   return prompt + completion;
+}
+
+/** The numbers of a turn's usage: a server may send anything. */
+function counts(turn) {
+  return Object.fromEntries(Object.entries(turn?.usage ?? {}).filter(([, value]) => Number.isFinite(value)));
 }
 
 /** After an error about the context: the `max_tokens` that would fit, 0 if none does; undefined after other errors. */
@@ -102,7 +109,9 @@ function assistantMessage(turn) {
 }
 
 function addToolCall(calls, { index, id, type, function: called }) {
-  calls[index] ??= { id, type: type ?? "function", function: { name: "", arguments: "" } };
-  calls[index].function.name += called?.name ?? "";
-  calls[index].function.arguments += called?.arguments ?? "";
+  const fresh = { id, type: type ?? "function", function: { name: "", arguments: "" }, [INDEX]: index };
+  const call = calls.find((other) => other[INDEX] === index) ?? fresh;
+  if (call === fresh && calls.length < MAX_TOOL_CALLS) calls.push(call);
+  call.function.name += called?.name ?? "";
+  call.function.arguments += called?.arguments ?? "";
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The conversations that this browser keeps, each under a name of its own: two tabs do not overwrite each other's.
+// The conversations that this browser keeps, each under a name of its own. Of one that goes on in two tabs, each tab's is
+// kept: the second one under a new name.
 
 import { make } from "./inline.js";
 import { names, read, remove, write } from "./store.js";
@@ -13,29 +14,40 @@ export function newConversation() {
 
 /** A conversation that was kept, or a new one. Of an answer that was running, what had come is kept. */
 export function openConversation(id) {
-  const kept = read(CHAT + id);
-  if (kept?.format !== FORMAT) return newConversation();
+  const kept = readChat(CHAT + id) ?? newConversation();
   for (const turn of kept.turns) Object.assign(turn, turn.isRunning && { isRunning: false, wasStopped: true });
   return kept;
 }
 
-/** Keep a conversation; false if the browser does not. */
+/** What is kept under a name; undefined if that is not a conversation of this format. */
+function readChat(name) {
+  const kept = read(name);
+  const isKept = kept?.format === FORMAT && Array.isArray(kept.turns) && kept.turns.every(isTurn);
+  return isKept ? { ...kept, id: name.slice(CHAT.length) } : undefined;
+}
+
+function isTurn(turn) {
+  const areTexts = ["prompt", "content", "reasoning"].every((name) => typeof turn?.[name] === "string");
+  return areTexts && turn.settings && Array.isArray(turn.toolCalls) && turn.toolCalls.every((call) => call?.function);
+}
+
+/** Keep a conversation, under a new name if another tab has kept it since; false if the browser does not. */
 export function saveConversation(conversation) {
-  conversation.savedMs = Date.now();
-  return write(CHAT + conversation.id, { ...conversation, turns: conversation.turns.map(({ view, ...turn }) => turn) });
+  const kept = read(CHAT + conversation.id);
+  if (kept && kept.savedMs !== conversation.savedMs) conversation.id = newConversation().id;
+  const saved = { ...conversation, savedMs: Date.now(), turns: conversation.turns.map(({ view, ...turn }) => turn) };
+  const isKept = write(CHAT + conversation.id, saved);
+  if (isKept) conversation.savedMs = saved.savedMs;
+  return isKept;
 }
 
-export function deleteConversation(id) {
-  remove(CHAT + id);
-}
+export const deleteConversation = (id) => remove(CHAT + id);
 
-export function keptIds() {
-  return names(CHAT).map((name) => name.slice(CHAT.length));
-}
+export const keptIds = () => names(CHAT).map((name) => name.slice(CHAT.length));
 
 /** Draw the list, the last conversation first. */
 export function drawHistory(list, openId) {
-  const kept = names(CHAT).map(read).filter((chat) => chat?.format === FORMAT && chat.turns.length);
+  const kept = names(CHAT).map(readChat).filter((chat) => chat?.turns.length);
   kept.sort((one, other) => other.savedMs - one.savedMs);
   list.replaceChildren(...kept.map((chat) => drawEntry(chat, chat.id === openId)));
 }

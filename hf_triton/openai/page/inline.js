@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Makes nodes of a paragraph of Markdown: code, maths, emphasis, links. One pass, whatever the text holds.
+// Makes nodes of a paragraph of Markdown: code, emphasis, links. Maths stays text. One pass, whatever the text holds.
 
 const TOKEN = new RegExp(
   [
-    /\\[\n!-/:-@[-`{-~]/, // an escape, or the beginning of maths
-    /`+|\*+|_+|~{2,}|\$\$?|!?\[|\]|<br ?\/?>/,
+    /\$\$[^$]{1,1000}\$\$|\\\([^\n]{1,300}?\\\)|\\\[[^]{1,1000}?\\\]/, // maths
+    /\$(?!\s)[^$\n]{0,300}[^\s$\\]\$(?![\d$])/, // maths, not prices
+    /\\[\n!-/:-@[-`{-~]/, // an escape
+    /`+|\*+|_+|~{2,}|!?\[|\]|<br ?\/?>/,
     /<[a-z]{2,10}:[^\s<>]{1,2000}>/,
     /(?<![\w/])https?:\/\/[^\s<>[\]]{1,2000}/,
   ].map((part) => part.source).join("|"),
@@ -12,9 +14,6 @@ const TOKEN = new RegExp(
 );
 const DESTINATION = /\(\s*<?((?:[^\s<>()]|\([^\s<>()]{0,200}\)){1,2000})>?(?:\s+(?:"[^"]{0,500}"|'[^']{0,500}'))?\s*\)/y;
 const SCHEMES = ["http:", "https:", "mailto:"];
-const MATHS = { $$: /\$\$/g, "\\(": /\\\)/g, "\\[": /\\\]/g };
-const DOLLARS = /(?!\s)([^$\n]{0,300}[^\s$\\])\$(?![\d$])/y;
-const LIKE_MATHS = /[\\^_=+<>{}]|^[a-z]$/i; // prices are none
 const ELEMENTS = { "*": ["em", "strong"], _: ["em", "strong"], "~": [null, "del"] };
 const MAX_OPEN = 50; // of emphasis and links that wait for their end: what is nested deeper stays text
 
@@ -37,7 +36,7 @@ class Inline {
     this.out = document.createDocumentFragment();
     this.open = []; // { node, char, count }: the text nodes of `*`, `_`, `~~`, `[` and `![` that may begin something
     this.scan = new RegExp(TOKEN);
-    this.absent = new Set(); // the ends that do not come any more
+    this.absent = new Set(); // the ends of code that do not come any more
   }
 
   read() {
@@ -52,10 +51,9 @@ class Inline {
   }
 
   token(token, start) {
-    if (token === "$") this.dollars();
-    else if (token[0] === "`") this.span(token, new RegExp(`(?<!\`)${token}(?!\`)`, "g"), codeSpan);
-    else if (token in MATHS) this.span(token, new RegExp(MATHS[token]), (maths) => make("span", "math", maths));
-    else if (token[0] === "\\") this.out.append(token[1]);
+    if (token[0] === "`") this.code(token);
+    else if (token[0] === "$") this.out.append(token);
+    else if (token[0] === "\\") this.out.append(token.length > 2 ? token : token[1]);
     else if (token.endsWith("[")) this.begin(token, 1);
     else if (token === "]") this.endLink();
     else if (/^<br/i.test(token)) this.out.append(make("br"));
@@ -64,21 +62,14 @@ class Inline {
     else this.emphasis(token, this.text[start - 1] ?? " ", this.text[start + token.length] ?? " ");
   }
 
-  /** What lies between a token and its end; the token is text if there is none. */
-  span(token, end, draw) {
+  /** Code between two equal marks; the mark is text if it does not come again. */
+  code(token) {
+    const end = new RegExp(`(?<!\`)${token}(?!\`)`, "g");
     const from = (end.lastIndex = this.scan.lastIndex);
     const found = this.absent.has(token) ? null : end.exec(this.text);
     if (found) this.scan.lastIndex = end.lastIndex;
     else this.absent.add(token);
-    this.out.append(found ? draw(this.text.slice(from, found.index)) : token.replace("\\", ""));
-  }
-
-  dollars() {
-    DOLLARS.lastIndex = this.scan.lastIndex;
-    const maths = DOLLARS.exec(this.text)?.[1];
-    if (!maths || !LIKE_MATHS.test(maths)) return this.out.append("$");
-    this.scan.lastIndex = DOLLARS.lastIndex;
-    this.out.append(make("span", "math", maths));
+    this.out.append(found ? codeSpan(this.text.slice(from, found.index)) : token);
   }
 
   /** An address in the text, without the punctuation behind it; part of a label stays text. */

@@ -5,7 +5,6 @@ import { inline, make } from "./inline.js";
 
 const MAX_DEPTH = 12; // of quotes and lists inside each other: deeper ones stay text
 const FENCE = /^\s*(`{3,}|~{3,})([^`]*)$/;
-const MATHS = /^\s*(\$\$|\\\[)(.*)$/;
 const HEADING = /^ {0,3}(#{1,6})\s(.*)$/;
 const RULE = /^ {0,3}([-*_])( *\1){2,}\s*$/;
 const QUOTE = /^ {0,3}> ?/;
@@ -73,7 +72,6 @@ function readBlocks(lines, depth) {
 
 const READERS = [
   { isStart: (lines, at) => FENCE.test(lines[at]), read: readFence },
-  { isStart: (lines, at) => isMaths(lines[at]), read: readMaths },
   { isStart: (lines, at) => HEADING.test(lines[at]), read: readHeading },
   { isStart: (lines, at) => RULE.test(lines[at]), read: (lines, at) => [make("hr"), at + 1] },
   { isStart: (lines, at) => QUOTE.test(lines[at]), read: readQuote, isNested: true },
@@ -112,21 +110,6 @@ function readFence(lines, first) {
   button.dataset.action = "copy-code";
   const pre = make("pre", { tabIndex: 0 }, make("code", "", code.join("\n"))); // keys scroll it
   return [make("div", "code", make("div", "bar", make("span", "", info.trim().split(/\s/)[0]), button), pre), end + 1];
-}
-
-function isMaths(line) {
-  const [, mark, rest] = MATHS.exec(line) ?? [];
-  const end = mark === "$$" ? "$$" : "\\]";
-  return Boolean(mark) && (!rest.includes(end) || rest.trimEnd().indexOf(end) === rest.trimEnd().length - 2);
-}
-
-function readMaths(lines, first) {
-  const [, mark, rest] = MATHS.exec(lines[first]);
-  const end = mark === "$$" ? "$$" : "\\]";
-  const maths = [rest];
-  let next = first + 1;
-  while (!maths.at(-1).includes(end) && next < lines.length && lines[next].trim()) maths.push(lines[next++]);
-  return [make("div", "math", maths.join("\n").replace(end, "").trim()), next];
 }
 
 function readQuote(lines, first, depth) {
@@ -195,9 +178,7 @@ function cellsOf(line) {
   return inner.split(/(?<!\\)\|/).map((cell) => cell.trim().replaceAll("\\|", "|"));
 }
 
-function indentOf(line) {
-  return /^[ \t]*/.exec(line)[0].replaceAll("\t", "    ").length;
-}
+const indentOf = (line) => /^[ \t]*/.exec(line)[0].replaceAll("\t", "    ").length;
 
 function dedent(line, columns) {
   let at = 0;

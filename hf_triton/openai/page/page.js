@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The page: what a key or a button does. The key of the gateway lives in this tab's sessionStorage alone.
+// The page: what a key or a button does. The gateway's key lives in this tab alone, and in its sessionStorage.
 
 import { ApiError, curlCommand, listModels, stream } from "./api.js";
 import { addChunk, buildRequest, contextUsed, figure, newTurn, roomLeft } from "./conversation.js";
@@ -22,8 +22,8 @@ let conversation = history.newConversation();
 let running = null; // the AbortController of the answer that is streaming
 let isEditing = false;
 let retryWithKey = null; // what to do again once there is a key
+let key = attempt(() => sessionStorage.getItem(KEY), null);
 
-const theKey = () => attempt(() => sessionStorage.getItem(KEY), null);
 const model = () => models.find(({ id }) => id === $("model").value);
 
 // --- asking ---------------------------------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ async function run(turn) {
   keep();
   announce("The model answers.");
   try {
-    for await (const chunk of stream(buildRequest(turns, turn), theKey(), controller.signal)) {
+    for await (const chunk of stream(buildRequest(turns, turn), key, controller.signal)) {
       addChunk(turn, chunk);
       turn.view.updateSoon();
     }
@@ -117,7 +117,7 @@ function show(id, sentence) {
 const ACTIONS = {
   copy: (turn, button) => copy(turn.content, button),
   "copy-code": (turn, button) => copy(button.closest(".code").querySelector("code").textContent, button),
-  curl: (turn, button) => copy(curlCommand(buildRequest(conversation.turns, turn), theKey() !== null), button),
+  curl: (turn, button) => copy(curlCommand(buildRequest(conversation.turns, turn), key !== null), button),
   edit: setEditing,
   regenerate: (turn) => ask(turn.prompt, { instead: true }),
   switch: (turn) => {
@@ -126,7 +126,7 @@ const ACTIONS = {
     ask(turn.prompt, { instead: turn === conversation.turns.at(-1) });
   },
   anew: (turn) => {
-    open(history.newConversation());
+    open();
     ask(turn.prompt);
   },
   lower: (turn) => {
@@ -143,14 +143,13 @@ function act(event) {
 }
 
 // --- conversations --------------------------------------------------------------------------------------------------
-/** Show a conversation instead of the one that is open, whose answer stops. */
-function open(other) {
+/** Show a kept conversation, or a new one, instead of the one that is open, whose answer stops. */
+function open(id) {
   stopAndKeep();
-  setRunning(null);
   setEditing(null);
+  const other = history.openConversation(id);
   if (!WIDE.matches) showPanels();
   conversation = { ...other, turns: [] };
-  attempt(() => sessionStorage.setItem(OPEN, conversation.id));
   $("turns").replaceChildren();
   other.turns.forEach(addTurn);
   window.scrollTo(0, document.documentElement.scrollHeight);
@@ -160,17 +159,19 @@ function open(other) {
 function stopAndKeep() {
   if (!running) return;
   running.abort();
+  setRunning(null);
   keep();
 }
 
 /** Keep the conversation in this browser, and draw what tells its state. */
 function keep() {
-  const isKept = !conversation.turns.length || history.saveConversation(conversation);
-  $("unkept").hidden = isKept;
+  $("unkept").hidden = !conversation.turns.length || history.saveConversation(conversation);
   showHistory();
 }
 
+/** Draw what tells the conversation's state; a reload opens it again. */
 function showHistory() {
+  attempt(() => sessionStorage.setItem(OPEN, conversation.id));
   history.drawHistory($("chats"), conversation.id);
   const [used, size] = [contextUsed(conversation.turns), model()?.max_model_len ?? 0];
   $("context").hidden = !used || !size;
@@ -181,7 +182,7 @@ function showHistory() {
 
 function onHistory({ target }) {
   const { open: opened, remove } = target.closest("button")?.dataset ?? {};
-  if (opened) open(history.openConversation(opened));
+  if (opened) open(opened);
   else if (remove) forget([remove]);
 }
 
@@ -190,14 +191,14 @@ function forget(ids) {
   ids.forEach(history.deleteConversation);
   if (!ids.includes(conversation.id)) return showHistory();
   conversation.turns = [];
-  open(history.newConversation());
+  open();
 }
 
 // --- models, key, settings ------------------------------------------------------------------------------------------
 async function loadModels() {
   try {
     const chosen = $("model").value || keptModel;
-    models = (await listModels(theKey())).filter(({ task }) => task === "text-generation" || hasForm(task));
+    models = (await listModels(key)).filter(({ task }) => task === "text-generation" || hasForm(task));
     $("model").replaceChildren(...models.map(({ id }) => new Option(id, id, false, id === chosen)));
     show("problem", models.length ? "" : "The server has no model that is ready for this page. Load one, then reload.");
   } catch (error) {
@@ -208,14 +209,15 @@ async function loadModels() {
 }
 
 function askForKey(retry) {
-  show("problem", theKey() === null ? "" : "The gateway refuses this API key.");
+  show("problem", key === null ? "" : "The gateway refuses this API key.");
   retryWithKey = retry;
   $("key-form").hidden = false;
   $("key").focus();
 }
 
 async function useKey() {
-  sessionStorage.setItem(KEY, $("key").value.trim());
+  key = $("key").value.trim();
+  attempt(() => sessionStorage.setItem(KEY, key));
   $("key").value = "";
   $("key-form").hidden = true;
   $("prompt").focus();
@@ -230,7 +232,7 @@ function onModel() {
   document.querySelectorAll(".model-name").forEach((element) => (element.textContent = $("model").value));
   $("starters").classList.toggle("demo", $("model").value === "demo");
   $("task-name").textContent = model()?.task ?? "";
-  if (isEncoder) showForm($("task"), model(), theKey);
+  if (isEncoder) showForm($("task"), model(), () => key);
   settings.showDefaults(form, model()?.defaults);
   showHistory();
   onSettings();
@@ -293,7 +295,7 @@ on("prompt", "keydown", onPromptKey);
 on("turns", "click", act);
 on("starters", "click", ({ target }) => target.matches("button") && ask(target.textContent));
 on("model", "change", onModel);
-on("new", "click", () => open(history.newConversation()));
+on("new", "click", () => open());
 on("chats", "click", onHistory);
 on("delete-all", "click", () => window.confirm("Delete all conversations?") && forget(history.keptIds()));
 on("export-json", "click", () => history.exportConversation(conversation, "json"));
@@ -308,5 +310,5 @@ window.addEventListener("pagehide", stopAndKeep);
 WIDE.addEventListener("change", showPanels);
 showPanels();
 onSettings();
-open(history.openConversation(attempt(() => sessionStorage.getItem(OPEN))));
+open(attempt(() => sessionStorage.getItem(OPEN)));
 loadModels();

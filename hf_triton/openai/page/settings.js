@@ -13,7 +13,8 @@ const ESCAPES = { "\\n": "\n", "\\t": "\t", "\\\\": "\\" };
 export function readSettings(form) {
   const { elements } = form;
   const given = NUMBERS.filter((name) => elements[name].value !== "");
-  const stop = elements.stop.value.split("\n").filter((line) => line !== "").map(unescape);
+  const lines = elements.stop.value.split("\n").filter((line) => line !== "");
+  const stop = lines.map((line) => line.replace(/\\[nt\\]/g, (escape) => ESCAPES[escape]));
   return {
     mode: elements.mode.value,
     system: elements.system.value.trim(),
@@ -61,8 +62,4 @@ export function checkOtherFields(form) {
   extra.setCustomValidity(problem);
   extra.ariaInvalid = String(Boolean(problem));
   document.getElementById("extra-problem").textContent = problem;
-}
-
-function unescape(line) {
-  return line.replace(/\\[nt\\]/g, (escape) => ESCAPES[escape]);
 }

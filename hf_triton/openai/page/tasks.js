@@ -10,6 +10,9 @@ const QUESTION = "How far is the harbour?";
 const TEXTS = ["It is a mile away.", "Bread is baked in the morning.", "The port is near."].join("\n");
 const PEOPLE = "Anna lives in Berlin and works for the Post.";
 const MASKED = "Text with a mask token, such as [MASK] or <mask>";
+const MAX_COMPARED = 30; // texts: the table has a cell for each pair
+
+let controller = new AbortController(); // of the answer that the form waits for
 
 /** By task: its endpoint, what draws an answer, and the fields with label and example, whose `lines` may be texts each. */
 const FORMS = {
@@ -30,18 +33,18 @@ const FORMS = {
 };
 
 /** Whether there is a form for a task. */
-export function hasForm(task) {
-  return task in FORMS;
-}
+export const hasForm = (task) => task in FORMS;
 
 /** Draw a model's form in an element; `key` tells the API key. */
 export function showForm(element, model, key) {
+  controller.abort();
   const [path, draw, ...fields] = FORMS[model.task];
   const labels = fields.map(({ name, label, value, lines }) =>
     make("label", "", label, make("textarea", { name, value, rows: lines ? 5 : 2, dir: "auto", required: true })),
   );
   element.querySelector(".fields").replaceChildren(...labels);
   element.querySelector(".result").replaceChildren();
+  element.querySelector(".primary").disabled = false;
   element.onsubmit = (event) => {
     event.preventDefault();
     run(element, { path, draw, fields }, model, key());
@@ -59,12 +62,15 @@ async function run(element, { path, draw, fields }, model, key) {
   if (draw === drawEntities) body.aggregation_strategy = "simple";
   const request = () => ({ path, body: JSON.stringify(body) });
   const startMs = performance.now();
+  controller.abort();
+  const { signal } = (controller = new AbortController());
   button.disabled = true;
   try {
-    let answer = await post(request(), key);
+    let answer = await post(request(), key, signal);
+    if (!(answer.data ?? answer.results)?.length) throw new Error("The server's answer is empty.");
     if (draw === drawLabels) {
       body.top_k = Math.min(answer.data[0].num_classes, 20); // the first answer tells how many labels there are
-      answer = await post(request(), key);
+      answer = await post(request(), key, signal);
     }
     const tokens = answer.usage ? `${figure(answer.usage.total_tokens)} tokens · ` : "";
     const words = `${tokens}${figure(performance.now() - startMs)} ms`;
@@ -74,6 +80,7 @@ async function run(element, { path, draw, fields }, model, key) {
     result.replaceChildren(draw(answer, body), foot);
     announce(result.firstChild.innerText);
   } catch (error) {
+    if (signal.aborted) return; // another answer, or another form, has taken its place
     result.replaceChildren(make("p", { className: "error", role: "alert" }, error.message));
   }
   button.disabled = false;
@@ -104,38 +111,39 @@ function bars(rows, write = (score) => `${(100 * score).toFixed(1)} %`) {
   return make("table", "bars", ...lines);
 }
 
-/** The text with its entities marked. Places count code points. */
+/** The text with its entities marked. Places count code points; no letter is drawn twice. */
 function drawEntities({ data: [{ entities }] }, { input }) {
   if (!entities.length) return make("p", "hint", "The model finds no entity in this text.");
   const letters = [...input];
   const text = make("p", "text");
   let at = 0;
   for (const { start, end, entity_group: label, score } of entities) {
-    const mark = make("mark", { title: figure(score) }, letters.slice(start, end).join(""), make("small", "", label));
+    const mark = make("mark", { title: figure(score) }, letters.slice(Math.max(at, start), end).join(""), make("small", "", label));
     text.append(letters.slice(at, start).join(""), mark);
-    at = end;
+    at = Math.max(at, end);
   }
   text.append(letters.slice(at).join(""));
   return text;
 }
 
 function drawSimilarities({ data }, { input }) {
-  const vectors = data.map(({ embedding }) => embedding);
-  const row = (text, index) => {
-    const cells = vectors.map((vector) => {
-      const cosine = similarity(vectors[index], vector);
-      const cell = make("td", "", cosine.toFixed(2));
-      cell.style.setProperty("--share", `${Math.round(45 * Math.max(0, cosine))}%`);
-      return cell;
-    });
-    return make("tr", "", make("th", { scope: "row" }, `${index + 1}. ${text}`), ...cells);
+  const units = data.slice(0, MAX_COMPARED).map(({ embedding }) => unit(embedding));
+  const row = (one, index) => {
+    const cosines = units.map((other) => dot(one, other));
+    const cells = cosines.map((cosine) => make("td", "", cosine.toFixed(2)));
+    cosines.forEach((cosine, at) => cells[at].style.setProperty("--share", `${Math.max(0, 45 * cosine)}%`));
+    return make("tr", "", make("th", { scope: "row" }, `${index + 1}. ${input[index]}`), ...cells);
   };
-  const head = make("tr", "", make("td"), ...input.map((_, index) => make("th", { scope: "col" }, String(index + 1))));
-  const caption = make("caption", "hint", `Cosine similarity of vectors of ${figure(vectors[0].length)} dimensions`);
-  return make("div", { className: "table", tabIndex: 0 }, make("table", "similarities", caption, head, ...input.map(row)));
+  const head = make("tr", "", make("td"), ...units.map((_, index) => make("th", { scope: "col" }, String(index + 1))));
+  const part = data.length > units.length ? `, of the first ${units.length} of ${figure(data.length)} texts` : "";
+  const caption = `Cosine similarity of vectors of ${figure(units[0].length)} dimensions${part}`;
+  const table = make("table", "similarities", make("caption", "hint", caption), head, ...units.map(row));
+  return make("div", { className: "table", tabIndex: 0 }, table);
 }
 
-function similarity(one, other) {
-  const dot = (a, b) => a.reduce((sum, value, index) => sum + value * b[index], 0);
-  return dot(one, other) / Math.sqrt(dot(one, one) * dot(other, other) || 1);
+const dot = (one, other) => one.reduce((sum, value, index) => sum + value * other[index], 0);
+
+function unit(vector) {
+  const length = Math.sqrt(dot(vector, vector)) || 1;
+  return vector.map((value) => value / length);
 }

@@ -6,6 +6,7 @@ import { make } from "./inline.js";
 import { Markdown } from "./markdown.js";
 
 const NEAR_THE_END_PX = 80;
+const REST = 4; // times as long as drawing took, an answer that streams is left as it is
 
 /** One turn in the document; `update` draws what the turn has become. */
 export class TurnView {
@@ -24,15 +25,17 @@ export class TurnView {
     return this.element.querySelector(selector);
   }
 
-  /** Draw before the next frame, however many chunks come until then. */
+  /** Draw with the next frame, or later if drawing takes long, however many chunks come until then. */
   updateSoon() {
-    this.frame ??= requestAnimationFrame(() => this.update());
+    this.timer ??= setTimeout(() => this.update(), 16 + REST * this.drawMs);
   }
 
   update() {
-    cancelAnimationFrame(this.frame);
-    this.frame = undefined;
+    clearTimeout(this.timer);
+    this.timer = undefined;
+    const startMs = performance.now();
     followTheEnd(() => this.draw(this.turn));
+    this.drawMs = performance.now() - startMs;
   }
 
   draw(turn) {
@@ -77,15 +80,13 @@ export async function copy(text, button) {
 }
 
 /** Say something to screen readers. */
-export function announce(text) {
-  document.getElementById("announcer").textContent = text;
-}
+export const announce = (text) => (document.getElementById("announcer").textContent = text);
 
 function confirmOn(button) {
-  const label = button.textContent;
+  button.dataset.label ??= button.textContent;
   button.textContent = "Copied";
   announce("Copied");
-  setTimeout(() => (button.textContent = label), 1500);
+  setTimeout(() => (button.textContent = button.dataset.label), 1500);
 }
 
 /** Add what a text has more than the element. */
