@@ -5,17 +5,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import click
 
-from hf_triton.cli.chat import talk
+from hf_triton.cli.chat import exit_at_sigterm, talk
 from hf_triton.cli.client import Triton
 from hf_triton.cli.doors import door_repository
 from hf_triton.cli.folders import defects, guess_reason, model_folders, with_remedy
-from hf_triton.cli.generate import sampling_options, split_parameters
+from hf_triton.cli.generate import Sampling, sampling_options
 from hf_triton.cli.model_folder import SET
 from hf_triton.cli.models import show_progress
 from hf_triton.cli.repositories import DEMO_NAME, served_repository
@@ -41,26 +40,20 @@ Examples:
 def run(
     model: str | None,
     prompt: str | None,
-    max_tokens: int | None,
-    temperature: float | None,
-    top_p: float | None,
-    seed: int | None,
-    stop: tuple[str, ...],
-    params: dict[str, object],
+    sampling: Sampling,
     system: str | None,
     settings: Mapping[str, str],
 ) -> None:
     """Serve MODEL and talk to it here, or print its answer to PROMPT; /bye ends both.
 
     MODEL is what `hf-triton serve` takes: a name on the Hub, a checkpoint or a model folder. Without it, the demo model
-    is served. It is served to this terminal alone: `hf-triton serve` opens ports for others.
+    is served. The server listens on free ports of this machine: `hf-triton serve` is for other clients.
     """
-    sampling, options = split_parameters(
-        params, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=stop
-    )
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # nothing is left behind
+    if prompt is not None and not prompt.strip():
+        raise click.UsageError("the prompt is empty")
+    exit_at_sigterm()
     with _serving(model, settings) as (name, server), asyncio.Runner() as runner:
-        talk(Session(Triton(server.grpc_url, {}), runner, sampling, options, system), name, prompt)
+        talk(Session(Triton(server.grpc_url, {}), runner, sampling.values, system), name, prompt)
 
 
 @contextlib.contextmanager

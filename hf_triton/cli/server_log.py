@@ -53,18 +53,25 @@ class ServerLog:
     def events(self) -> Iterator[Event]:
         """What the lines say that have come since the last call.
 
-        A file of `MAX_BYTES` becomes NAME.1, and goes on empty: both programs append to it.
+        A file of `MAX_BYTES` becomes NAME.1, and goes on empty. Both programs hold it open, so that it is copied and
+        truncated, not renamed; a line is lost that comes in the microseconds between the last read and the truncation.
         """
-        with self.path.open("rb") as file:
+        yield from self._read(self.path)
+        if self._offset > MAX_BYTES:
+            former = Path(f"{self.path}.1")
+            with self.path.open("rb") as file, former.open("wb") as copy:
+                shutil.copyfileobj(file, copy)
+                os.truncate(self.path, 0)
+            yield from self._read(former)  # what came while it was copied
+            self._offset = 0
+
+    def _read(self, path: Path) -> Iterator[Event]:
+        with path.open("rb") as file:
             file.seek(self._offset)
             while (line := file.readline()).endswith(b"\n"):
                 self._offset += len(line)
                 if event := parse_line(line.decode(errors="replace").rstrip()):
                     yield event
-        if self._offset > MAX_BYTES:
-            shutil.copyfile(self.path, f"{self.path}.1")
-            os.truncate(self.path, 0)
-            self._offset = 0
 
 
 def parse_line(line: str) -> Event | None:

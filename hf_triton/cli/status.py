@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import urllib.error
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, Final
@@ -151,11 +150,11 @@ def _read_metrics(address: str) -> dict[str, dict[str, float]] | None:
 
     try:
         with open_local(f"http://{address}/metrics", CALL_TIMEOUT_S) as answer:
-            text = answer.read().decode()
-    except (OSError, ValueError, urllib.error.URLError):
+            families = list(text_string_to_metric_families(answer.read().decode()))
+    except (OSError, ValueError):  # nothing answers, or something else does
         return None
     figures: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for family in text_string_to_metric_families(text):
+    for family in families:
         for sample in family.samples:
             name = sample.name.removeprefix(PREFIX)
             if sample.name.startswith(PREFIX) and name in GAUGES:
