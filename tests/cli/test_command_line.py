@@ -133,10 +133,23 @@ def test_a_terminal_has_reasons_below_the_table(
     assert " ".join(below) == f"broken: {reason}"
 
 
-def test_markdown_is_cut_at_blank_lines_outside_of_code() -> None:
-    code = "```python\na = 1\n\nb = 2\n```\n\n"
-    assert split_blocks(f"One\nline.\n\n{code}The re") == (["One\nline.\n\n", code], "The re")
-    assert split_blocks("```\na\n\nb") == ([], "```\na\n\nb")
+CODE = "```python\na = 1\n\nb = 2\n```\n\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "blocks"),
+    [
+        (f"One\nline.\n\n{CODE}The re", ["One\nline.\n\n", CODE, "The re"]),
+        ("```\na\n\nb", ["```\na\n\nb"]),
+        ("1. one\n\n    continued\n\nEnd", ["1. one\n\n    continued\n\n", "End"]),
+        ("```x``` is code\n\nEnd", ["```x``` is code\n\n", "End"]),
+        ("````\n```\n\n~~~\n````\n\nEnd", ["````\n```\n\n~~~\n````\n\n", "End"]),
+        ("~~~\n~~~ a\n\n~~~\n\nEnd", ["~~~\n~~~ a\n\n~~~\n\n", "End"]),
+        ("One\n\n", ["One\n\n"]),
+    ],
+)
+def test_markdown_is_cut_where_a_block_ends(text: str, blocks: list[str]) -> None:
+    assert split_blocks(text) == (blocks[:-1], blocks[-1])
 
 
 def test_triton_is_named_by_its_release() -> None:
