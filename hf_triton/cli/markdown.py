@@ -63,7 +63,9 @@ def split_blocks(text: str) -> tuple[list[str], str]:
 
     A block ends with a blank line that no fence is open at and no indented line follows, which may belong to a list.
     """
-    blocks, lines, fence = [], [], ""
+    blocks: list[str] = []
+    lines: list[str] = []
+    fence = ""
     for line in text.splitlines(keepends=True):
         if lines and not fence and lines[-1].isspace() and not line[0].isspace():
             blocks.append("".join(lines))

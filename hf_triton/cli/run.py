@@ -12,7 +12,7 @@ import click
 
 from hf_triton.cli.chat import exit_at_sigterm, talk
 from hf_triton.cli.client import Triton
-from hf_triton.cli.doors import door_repository
+from hf_triton.cli.doors import door_repository, encoder_declaration
 from hf_triton.cli.folders import defects, guess_reason, model_folders, with_remedy
 from hf_triton.cli.generate import Sampling, sampling_options
 from hf_triton.cli.model_folder import SET
@@ -20,7 +20,7 @@ from hf_triton.cli.models import show_progress
 from hf_triton.cli.repositories import DEMO_NAME, served_repository
 from hf_triton.cli.session import Session
 from hf_triton.cli.sources import fetch_models, is_repository, model_repository
-from hf_triton.errors import ServerError
+from hf_triton.errors import HfTritonError, ServerError
 from hf_triton.server import TritonServer
 
 LOAD_TIMEOUT_S = 7200.0
@@ -53,7 +53,10 @@ def run(
         raise click.UsageError("the prompt is empty")
     exit_at_sigterm()
     with _serving(model, settings) as (name, server), asyncio.Runner() as runner:
-        talk(Session(Triton(server.grpc_url, {}), runner, sampling.values, system), name, prompt)
+        try:
+            talk(Session(Triton(server.grpc_url, {}), runner, sampling.values, system), name, prompt)
+        except HfTritonError as error:
+            raise _wrong_task(model or name) if error.code == "wrong_task" else error from None
 
 
 @contextlib.contextmanager
@@ -73,6 +76,8 @@ def _serving(model: str | None, settings: Mapping[str, Any]) -> Iterator[tuple[s
         name = DEMO_NAME if given is None else model_folders(given)[0].name
         for defect in ({**defects(given), **fetch_models(model_folders(given))} if given else {}).values():
             raise ServerError("server_failed", f"{name} cannot be served: {defect}")
+        if given is not None and (task := encoder_declaration(given / name)):
+            raise _wrong_task(model, task.name)
         repository = stack.enter_context(served_repository(given, ()))
         doors = stack.enter_context(door_repository(repository, ()))
         server = TritonServer(repository, doors, ready_timeout_s=LOAD_TIMEOUT_S)
@@ -83,3 +88,13 @@ def _serving(model: str | None, settings: Mapping[str, Any]) -> Iterator[tuple[s
             reason = with_remedy(state.sentence) or guess_reason(repository / name)
             raise ServerError("server_failed", f"{name} cannot be served: {reason}")
         yield name, server
+
+
+def _wrong_task(model: str | None, task: str | None = None) -> ServerError:
+    """The error for a model that generates no text: how to serve it, and where it is asked if its task is known."""
+    from hf_triton.openai.triton_messages import ENDPOINTS
+
+    endpoint = ENDPOINTS.get(task or "")
+    asked = f", and POST {endpoint} asks it" if endpoint else " and shows a request to it"
+    what = f"is for {task}, and generates no text" if task else "generates no text"
+    return ServerError("wrong_task", f"{model} {what}: `hf-triton serve {model}` serves it{asked}")

@@ -52,7 +52,7 @@ def status(model: str | None, triton: str, headers: dict[str, str], metrics: str
     models = describe_models(server)
     if model is not None and model not in [entry["model"] for entry in models]:
         raise unknown_model(model, [entry["model"] for entry in models])
-    figures = _read_metrics(metrics or _metrics_address(triton))
+    figures = read_metrics(metrics or _metrics_address(triton))
     counts = _count_requests(server)
     rows = [
         _describe_model(entry, None if figures is None else figures.get(entry["model"]), counts.get(entry["model"]))
@@ -144,7 +144,7 @@ def _metrics_address(triton: str) -> str:
     return f"{host}:{int(port) + 1}"
 
 
-def _read_metrics(address: str) -> dict[str, dict[str, float]] | None:
+def read_metrics(address: str) -> dict[str, dict[str, float]] | None:
     """Figures by model and metric, summed over labels and versions; None if no metrics are there."""
     from prometheus_client.parser import text_string_to_metric_families
 

@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `hf-triton serve` reads in Triton's log, and the one line a model that it makes of it."""
 
+import shutil
+import sys
+import threading
 from pathlib import Path
+from typing import IO
 
+import click
 import pytest
 
 from hf_triton.cli.board import Board
@@ -115,6 +120,40 @@ def test_a_large_log_goes_on_in_an_empty_file(tmp_path: Path, monkeypatch: pytes
             assert [event.model for event in log.events()] == [name]
             assert log.path.stat().st_size == 0
     assert "loading: b:1" in Path(f"{log.path}.1").read_text()
+
+
+def test_what_comes_while_a_large_log_is_copied_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("hf_triton.cli.server_log.MAX_BYTES", 10)
+    log, copy = ServerLog(), shutil.copyfileobj
+
+    def append(name: str) -> None:
+        with log.path.open("a") as file:
+            file.write(HEAD.format(f"loading: {name}:1") + "\n")
+
+    def copy_slowly(source: IO[bytes], target: IO[bytes]) -> None:
+        append("b")
+        copy(source, target)
+
+    monkeypatch.setattr("shutil.copyfileobj", copy_slowly)
+    append("a")
+    assert [event.model for event in log.events()] == ["a", "b"]
+    assert list(log.events()) == []
+
+
+def test_a_live_board_is_drawn_by_its_caller_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    num_threads = threading.active_count()
+    with Board(may_be_live=True) as board:
+        board.show("m", "loading")
+        board.refresh()
+        assert "loading, 0 s" in click.unstyle(capsys.readouterr().out)
+        board.show("m", "ready", "A")
+        assert threading.active_count() == num_threads
+    assert "ready in 1 s: A" in click.unstyle(capsys.readouterr().out)
 
 
 def test_an_error_shows_the_lines_of_a_log_that_tell_something() -> None:
