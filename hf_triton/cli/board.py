@@ -52,6 +52,11 @@ class Board:
         if self._live is not None:
             self._live.stop()
 
+    def refresh(self) -> None:
+        """Until it is closed, show on a terminal what has changed, and for how long models have been loading."""
+        if self._is_starting and self._live is not None:
+            self._live.refresh()
+
     def state(self, name: str) -> State | None:
         """The state of a model that is shown; None: none is."""
         return self._states[name][0] if name in self._states else None
@@ -74,7 +79,7 @@ class Board:
             duration = f" in {max(1, round(time.monotonic() - since_s))} s"
         self._lines[name] = click.style(state, fg=COLOURS[state]) + duration + (f": {text}" if text else "")
         if self._is_starting and self._live is not None:
-            return
+            return  # `refresh` shows it
         if self._is_starting or state != "loading":
             say(f"{name}: {self._lines[name]}", err=state == "failed")
 
@@ -93,6 +98,6 @@ class Board:
 def _start_live(table: Callable[[], Table]) -> Live:
     from rich.live import Live
 
-    live = Live(get_renderable=table)
+    live = Live(get_renderable=table, auto_refresh=False)  # a thread would read what `show` changes
     live.start()
     return live

@@ -7,13 +7,16 @@ import asyncio
 import contextlib
 import io
 import os
+import signal
 import sys
+from types import FrameType
 from typing import Final
 
 import click
 
 from hf_triton.cli.client import Triton, complete_models, triton_options
-from hf_triton.cli.generate import sampling_options, split_parameters
+from hf_triton.cli.exit_codes import TERMINATED
+from hf_triton.cli.generate import Sampling, sampling_options
 from hf_triton.cli.session import COMMANDS, Session
 
 QUOTES: Final = '"""'
@@ -28,23 +31,29 @@ def chat(
     model: str | None,
     triton: str,
     headers: dict[str, str],
-    max_tokens: int | None,
-    temperature: float | None,
-    top_p: float | None,
-    seed: int | None,
-    stop: tuple[str, ...],
-    params: dict[str, object],
+    sampling: Sampling,
     system: str | None,
 ) -> None:
     """Talk to MODEL, which may be left out if one is served. /help lists the commands inside.
 
     From a pipe, each line is one message.
     """
-    sampling, options = split_parameters(
-        params, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=stop
-    )
+    exit_at_sigterm()
     with asyncio.Runner() as runner:
-        talk(Session(Triton(triton, headers), runner, sampling, options, system), model)
+        talk(Session(Triton(triton, headers), runner, sampling.values, system), model)
+
+
+def exit_at_sigterm() -> None:
+    """Make SIGTERM end the command by SystemExit, so that terminal, requests and a server are left in order."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            sys.exit(TERMINATED)
+        loop.call_soon_threadsafe(sys.exit, TERMINATED)  # in a task, it would be logged as the task's error
+
+    signal.signal(signal.SIGTERM, handle)
 
 
 def talk(session: Session, model: str | None, prompt: str | None = None) -> None:
@@ -56,21 +65,19 @@ def talk(session: Session, model: str | None, prompt: str | None = None) -> None
         prompt: The only message; None: messages are read.
 
     Raises:
-        HfTritonError: The model cannot be talked to; from a pipe, a message failed.
+        HfTritonError: The model cannot be talked to; from a pipe, or as the only one, a message failed.
     """
     _prepare_input()
     try:
         session.open(model)
         if prompt is not None:
-            session.handle(prompt)
+            session.answer(prompt)
         else:
             session.greet()
             while (text := read_message()) is not None and session.handle(text):
                 pass
     finally:
         session.close()
-    if session.failure is not None:
-        raise session.failure
 
 
 def _prepare_input() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -25,6 +26,7 @@ from hf_triton.tasks.registry import folder_task
 DOOR_FOLDER: Final = Path(hf_triton.__file__).parent / "stream_door" / "folder"
 MODEL_CLASS: Final = "TritonPythonModel"
 CHAT_TEMPLATES: Final = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+MASK: Final = "[MASK]"
 OUR_MODULES: Final = ("hf_triton", "hf_triton.model")
 
 _TEXT_OR_COMMENT: Final = re.compile(r""""(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'|#.*""")
@@ -96,6 +98,16 @@ def has_chat_template(folder: Path) -> bool:
     config = checkpoint / "tokenizer_config.json"
     is_inside = config.exists() and '"chat_template"' in config.read_text(encoding="utf-8", errors="replace")
     return is_inside or any((checkpoint / name).exists() for name in CHAT_TEMPLATES)
+
+
+def mask_token(folder: Path) -> str:
+    """What a tokenizer on disk calls a token that is to be filled in; BERT's word if it does not say."""
+    with contextlib.suppress(HfTritonError, ImportError, OSError, ValueError):
+        settings = load_folder_settings(parse_config(folder), ModelSettings).settings
+        if checkpoint := Hub(folder, settings, os.environ).find_config_folder():
+            tokens = json.loads((checkpoint / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
+            return next((token["content"] for token in tokens if "mask" in token["content"].lower()), MASK)
+    return MASK
 
 
 def _answers_in_one_piece(folder: Path) -> bool:

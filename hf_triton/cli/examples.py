@@ -6,20 +6,23 @@ from __future__ import annotations
 import json
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Final
 
+from hf_triton.cli.doors import encoder_declaration, mask_token
 from hf_triton.openai.config import GatewayConfig
 from hf_triton.protocol.task_declaration import TaskDeclaration
 from hf_triton.server import TritonServer, open_local
 
 READY: Final = """
 Triton        http://{host}:{http_port} (gRPC {grpc_port}, metrics {metrics_port}){gateway}
-
+{requests}
+Ctrl+C stops the server."""
+REQUESTS: Final = """
 Try, in another terminal:
 
 {requests}
-
-Ctrl+C stops the server."""
+"""
 GATEWAY: Final = """
 OpenAI's API  http://{host}:{port}/v1
 Page          http://{host}:{port}/"""
@@ -47,6 +50,11 @@ ENCODERS: Final[Mapping[str, tuple[str, tuple[str, str] | None]]] = {
 }
 """By an input or output that earlier entries lack: fields for a folder of an encoder, and the gateway's endpoint and
 fields, if it has one for the task."""
+OF_TASKS: Final[Mapping[str, tuple[str, str]]] = {
+    "token-classification": ("token-classification", "Anna lives at the harbour."),
+    "fill-mask": ("fill-mask", "Anna lives at the {mask}."),
+}
+"""Endpoint and text of tasks that have no output but `output`."""
 
 
 def ready_text(
@@ -61,7 +69,7 @@ def ready_text(
         takes_chats: Whether a folder that generates text renders chats.
     """
     requests: dict[str, str] = {}
-    for config in sorted(configs, key=lambda config: (_encoder(config) is not None, _is_decoupled(config))):
+    for config in sorted(configs, key=lambda config: (not _generates(config), _is_decoupled(config))):
         for kind, request in _requests(config, server, gateway, takes_chats):
             requests.setdefault(kind, request)
     shown = GATEWAY.format(host=_reachable(gateway.host), port=gateway.port) if gateway else ""
@@ -71,7 +79,7 @@ def ready_text(
         grpc_port=server.grpc_port,
         metrics_port=server.metrics_port,
         gateway=shown,
-        requests="\n".join(requests.values()),
+        requests=REQUESTS.format(requests="\n".join(requests.values())) if requests else "",
     )
 
 
@@ -79,7 +87,8 @@ def _requests(
     config: Mapping[str, Any], server: TritonServer, gateway: GatewayConfig | None, takes_chats: TakesChats
 ) -> Iterator[tuple[str, str]]:
     """Requests to a folder, each with the kind of model that it is for."""
-    encoder, is_loaded, names = _encoder(config), "backend" in config, _ports(config)
+    encoder = None if _generates(config) else _encoder(config, server.model_repository / config["name"])
+    is_loaded, names = "backend" in config, _ports(config)
     if encoder is None and names and "text_input" not in names:  # a task of the folder's own
         return
     fields = PROMPT if encoder is None else encoder[0]
@@ -100,10 +109,22 @@ def _requests(
         yield path, OPENAI.format(host=host, port=gateway.port, path=path, key=key, name=config["name"], fields=fields)
 
 
-def _encoder(config: Mapping[str, Any]) -> tuple[str, tuple[str, str] | None] | None:
-    """The example of a folder with a task of an encoder; None if it generates text."""
+def _generates(config: Mapping[str, Any]) -> bool:
+    """Whether a folder generates text, or has a task of its own."""
     names = _ports(config)
-    return None if "finish_reason" in names else next((ENCODERS[name] for name in ENCODERS if name in names), None)
+    return "finish_reason" in names or names.isdisjoint(ENCODERS)
+
+
+def _encoder(config: Mapping[str, Any], folder: Path) -> tuple[str, tuple[str, str] | None]:
+    """The example of a folder with a task of an encoder."""
+    names = _ports(config)
+    port = next(name for name in ENCODERS if name in names)
+    task = encoder_declaration(folder) if port == "output" and "text" in names else None
+    if task is None or task.name not in OF_TASKS:
+        return ENCODERS[port]
+    path, text = OF_TASKS[task.name]
+    text = json.dumps(text.replace("{mask}", mask_token(folder)), ensure_ascii=False)
+    return f'"text":{text}', (path, f'"input":{text}')
 
 
 def _ports(config: Mapping[str, Any]) -> set[str]:

@@ -13,6 +13,8 @@ UNREACHABLE: Final = 4
 UNSERVABLE: Final = 5
 """A folder that `check` finds an error in."""
 INTERRUPTED: Final = 130
+TERMINATED: Final = 143
+"""SIGTERM ended a conversation."""
 
 EXIT_CODES: Final[Mapping[str, int]] = {
     **dict.fromkeys(("model_not_found", "restricted", "path_not_found"), NOT_FOUND),

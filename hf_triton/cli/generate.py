@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import click
 
@@ -17,12 +19,13 @@ from hf_triton.cli.client import Triton, complete_models, triton_options
 from hf_triton.cli.exit_codes import INTERRUPTED
 from hf_triton.cli.model_folder import read_settings
 from hf_triton.cli.tables import printable
+from hf_triton.protocol.dialects import ALIASES
 from hf_triton.protocol.options import CHAT_OPTIONS, OPTIONS
 from hf_triton.protocol.ports import TEXT_OUTPUTS
 from hf_triton.protocol.validation import read_json
 
 if TYPE_CHECKING:
-    from hf_triton.openai.triton import Model, TritonModels
+    from hf_triton.openai.triton import TritonModels
     from hf_triton.openai.triton_messages import Generation, Outputs
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -34,12 +37,32 @@ OPTION_NAMES: Final[Mapping[str, str]] = {
     "top_p": "--top-p",
     "text_input": "the prompt",
 }
-"""What was typed, by the names in the server's sentences."""
+NAMED: Final = ("max_tokens", "temperature", "top_p", "seed", "stop")
+"""Parameters with an option of their own."""
 COMMAND_DECIDES: Final = ("stream", "exclude_input_in_output", "sampling_parameters", "cancel", "messages")
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """The generation parameters and request options that a command is given."""
+
+    values: Mapping[str, object]
+    typed_names: Mapping[str, str]
+    """What was typed, by the names in the server's sentences; those of `--param` were typed as they are."""
+
+
 def sampling_options(command: Command) -> Command:
-    """Give a command options for generation parameters; it gets them as `sampling`'s arguments."""
+    """Give a command options for generation parameters; it gets them as one argument, `sampling`."""
+
+    @functools.wraps(command)
+    def with_sampling(*, params: Mapping[str, object], **values: Any) -> Any:
+        given = {name: value for name in NAMED if (value := values.pop(name)) not in (None, ())}
+        in_params = set(map(canonical, params))
+        if twice := next((name for name in given if canonical(name) in in_params), None):
+            raise click.UsageError(f"{twice} is given twice: give it once")
+        typed_names = {name: typed for name, typed in OPTION_NAMES.items() if name not in params}
+        return command(sampling=Sampling({**given, **params}, typed_names), **values)
+
     options = (
         click.option("--max-tokens", type=click.IntRange(1), metavar="N", help="Maximum number of tokens to generate."),
         click.option("--temperature", type=click.FloatRange(0, 100), metavar="NUMBER", help="0 is greedy."),
@@ -60,9 +83,15 @@ def sampling_options(command: Command) -> Command:
             help="Any other request parameter; VALUE is JSON, or else a string. Repeatable.",
         ),
     )
+    decorated: Any = with_sampling
     for option in reversed(options):
-        command = option(command)
-    return command
+        decorated = option(decorated)
+    return cast(Command, decorated)
+
+
+def canonical(name: str) -> str:
+    """Our name of a parameter that other servers' clients call otherwise."""
+    return ALIASES.get(name, name)
 
 
 def _read_params(context: click.Context, option: click.Parameter, values: Sequence[str]) -> dict[str, object]:
@@ -73,32 +102,16 @@ def _read_params(context: click.Context, option: click.Parameter, values: Sequen
     return {name: read_json(text) for name, text in params.items()}
 
 
-def split_parameters(params: Mapping[str, object], **given: object) -> tuple[dict[str, object], dict[str, Any]]:
-    """Generation parameters, and options of the request as Triton takes them.
-
-    Args:
-        params: Those of `--param`.
-        given: Those with an option of their own; None and () are not given.
-
-    Raises:
-        click.UsageError: A parameter is given both ways.
-    """
-    named = {name: value for name, value in given.items() if value not in (None, ())}
-    if twice := sorted(named.keys() & params.keys()):
-        raise click.UsageError(f"{twice[0]} is given twice: give it once")
+def split_parameters(values: Mapping[str, object]) -> tuple[dict[str, object], dict[str, Any]]:
+    """Generation parameters, and options of the request as Triton takes them."""
     is_option = OPTIONS | CHAT_OPTIONS
-    options = {name: _scalar(value) for name, value in params.items() if name in is_option}
-    return {**named, **{name: value for name, value in params.items() if name not in is_option}}, options
+    options = {name: _scalar(value) for name, value in values.items() if name in is_option}
+    return {name: value for name, value in values.items() if name not in is_option}, options
 
 
 def _scalar(value: object) -> bool | int | str:
     """Triton's request parameters are booleans, integers and strings; others go as JSON."""
     return value if isinstance(value, bool | int | str) else json.dumps(value)
-
-
-def typed_names(params: Mapping[str, object]) -> dict[str, str]:
-    """The names in a sentence that were typed otherwise; those of `--param` were typed as they are."""
-    return {name: typed for name, typed in OPTION_NAMES.items() if name not in params}
 
 
 @click.command(epilog='Example: hf-triton generate "The model" -m demo --max-tokens 20 --temperature 0.8 --seed 7')
@@ -114,12 +127,7 @@ def generate(
     model: str | None,
     triton: str,
     headers: dict[str, str],
-    max_tokens: int | None,
-    temperature: float | None,
-    top_p: float | None,
-    seed: int | None,
-    stop: tuple[str, ...],
-    params: dict[str, object],
+    sampling: Sampling,
     as_json: bool,
 ) -> None:
     """Generate a completion of PROMPT, and print it as it comes.
@@ -128,12 +136,8 @@ def generate(
     the request.
     """
     name, prompt = _read_words(words, model)
-    sampling, options = split_parameters(
-        params, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=stop
-    )
-    names = typed_names(params)
     try:
-        asyncio.run(_generate(Triton(triton, headers), name, prompt, sampling, options, names, as_json))
+        asyncio.run(_generate(Triton(triton, headers), name, prompt, sampling, as_json))
     except KeyboardInterrupt:
         click.echo("\nCancelled.", err=True)
         sys.exit(INTERRUPTED)
@@ -163,36 +167,29 @@ def _read_stdin() -> str:
         raise click.UsageError("standard input is not UTF-8 text") from None
 
 
-async def _generate(
-    triton: Triton,
-    name: str | None,
-    prompt: str,
-    sampling: Mapping[str, object],
-    options: Mapping[str, Any],
-    names: Mapping[str, str],
-    as_json: bool,
-) -> None:
+async def _generate(triton: Triton, name: str | None, prompt: str, sampling: Sampling, as_json: bool) -> None:
     from hf_triton.openai.errors import ApiError
     from hf_triton.openai.triton_messages import Generation
 
     models = triton.models()
+    parameters, options = split_parameters({**sampling.values, "exclude_input_in_output": True})
     try:
         model = await triton.choose(models, name)
-        options = {**options, "exclude_input_in_output": True}
-        generation = Generation(model.name, uuid.uuid4().hex, sampling, options, prompts=[prompt], names=names)
+        names = sampling.typed_names
+        generation = Generation(model.name, uuid.uuid4().hex, parameters, options, prompts=[prompt], names=names)
         if as_json:
             _print_json(model.name, await models.generate(generation))
-        elif model.door is None or any(parameter in sampling for parameter in SEVERAL):
+        elif model.door is None or any(name in parameters for name in SEVERAL):
             click.echo("\n---\n".join(map(shown, texts_of(await models.generate(generation)))))
         else:
-            await _print_stream(models, model, generation)
+            await _print_stream(models, generation)
     except ApiError as error:
         raise triton.api_error(error) from None
     finally:
         await models.close()
 
 
-async def _print_stream(models: TritonModels, model: Model, generation: Generation) -> None:
+async def _print_stream(models: TritonModels, generation: Generation) -> None:
     has_begun = False
     async with aclosing(models.stream(generation)) as responses:
         try:

@@ -4,7 +4,12 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
+from typing import Final
+
+_FENCE: Final = re.compile(r"\s*(`{3,}(?=[^`]*$)|~{3,})(.*)")
+"""A line that begins or ends a block of code; behind backticks on one that begins it stand no others (CommonMark)."""
 
 
 class MarkdownStream:
@@ -25,8 +30,10 @@ class MarkdownStream:
         self._live.start()
         blocks, self._tail = split_blocks(self._tail + piece)
         self._print(blocks)
-        lines = Text(self._tail).wrap(self._console, self._console.width)
-        self._live.update(Text("\n").join(lines[1 - self._console.height :]))
+        height = self._console.height
+        text = "\n".join(self._tail.split("\n")[-height:])[-height * self._console.width :]  # all that can be seen
+        lines = Text(text).wrap(self._console, self._console.width)
+        self._live.update(Text("\n").join(lines[1 - height :]))
 
     def close(self) -> None:
         """Show what is left."""
@@ -52,13 +59,22 @@ def markdown_stream() -> Iterator[MarkdownStream]:
 
 
 def split_blocks(text: str) -> tuple[list[str], str]:
-    """The blocks that a blank line ends, and the rest; a fenced block of code is one."""
-    blocks, lines, is_fenced = [], [], False
+    """The blocks of Markdown that are complete, and the rest.
+
+    A block ends with a blank line that no fence is open at and no indented line follows, which may belong to a list.
+    """
+    blocks: list[str] = []
+    lines: list[str] = []
+    fence = ""
     for line in text.splitlines(keepends=True):
-        lines.append(line)
-        if line.lstrip().startswith(("```", "~~~")):
-            is_fenced = not is_fenced
-        elif line.isspace() and line.endswith("\n") and not is_fenced:
+        if lines and not fence and lines[-1].isspace() and not line[0].isspace():
             blocks.append("".join(lines))
             lines = []
+        lines.append(line)
+        if matched := _FENCE.match(line):
+            mark, rest = matched.groups()
+            if not fence:
+                fence = mark
+            elif mark.startswith(fence) and not rest.strip():
+                fence = ""
     return blocks, "".join(lines)

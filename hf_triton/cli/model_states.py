@@ -35,6 +35,7 @@ class ModelStates:
         for event in () if self._log is None else self._log.events():
             if event.model not in self._hidden and not self._is_stopping:
                 self._show(event.model, event)
+        self._board.refresh()
 
     def settle(self, ready: Collection[str], failed: Mapping[str, str]) -> None:
         """Show the states that the log does not tell.

@@ -5,23 +5,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import click
 
-from hf_triton.cli.chat import talk
+from hf_triton.cli.chat import exit_at_sigterm, talk
 from hf_triton.cli.client import Triton
-from hf_triton.cli.doors import door_repository
+from hf_triton.cli.doors import door_repository, encoder_declaration
 from hf_triton.cli.folders import defects, guess_reason, model_folders, with_remedy
-from hf_triton.cli.generate import sampling_options, split_parameters
+from hf_triton.cli.generate import Sampling, sampling_options
 from hf_triton.cli.model_folder import SET
 from hf_triton.cli.models import show_progress
 from hf_triton.cli.repositories import DEMO_NAME, served_repository
 from hf_triton.cli.session import Session
 from hf_triton.cli.sources import fetch_models, is_repository, model_repository
-from hf_triton.errors import ServerError
+from hf_triton.errors import HfTritonError, ServerError
 from hf_triton.server import TritonServer
 
 LOAD_TIMEOUT_S = 7200.0
@@ -41,26 +40,23 @@ Examples:
 def run(
     model: str | None,
     prompt: str | None,
-    max_tokens: int | None,
-    temperature: float | None,
-    top_p: float | None,
-    seed: int | None,
-    stop: tuple[str, ...],
-    params: dict[str, object],
+    sampling: Sampling,
     system: str | None,
     settings: Mapping[str, str],
 ) -> None:
     """Serve MODEL and talk to it here, or print its answer to PROMPT; /bye ends both.
 
     MODEL is what `hf-triton serve` takes: a name on the Hub, a checkpoint or a model folder. Without it, the demo model
-    is served. It is served to this terminal alone: `hf-triton serve` opens ports for others.
+    is served. The server listens on free ports of this machine: `hf-triton serve` is for other clients.
     """
-    sampling, options = split_parameters(
-        params, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=stop
-    )
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # nothing is left behind
+    if prompt is not None and not prompt.strip():
+        raise click.UsageError("the prompt is empty")
+    exit_at_sigterm()
     with _serving(model, settings) as (name, server), asyncio.Runner() as runner:
-        talk(Session(Triton(server.grpc_url, {}), runner, sampling, options, system), name, prompt)
+        try:
+            talk(Session(Triton(server.grpc_url, {}), runner, sampling.values, system), name, prompt)
+        except HfTritonError as error:
+            raise _wrong_task(model or name) if error.code == "wrong_task" else error from None
 
 
 @contextlib.contextmanager
@@ -80,6 +76,8 @@ def _serving(model: str | None, settings: Mapping[str, Any]) -> Iterator[tuple[s
         name = DEMO_NAME if given is None else model_folders(given)[0].name
         for defect in ({**defects(given), **fetch_models(model_folders(given))} if given else {}).values():
             raise ServerError("server_failed", f"{name} cannot be served: {defect}")
+        if given is not None and (task := encoder_declaration(given / name)):
+            raise _wrong_task(model, task.name)
         repository = stack.enter_context(served_repository(given, ()))
         doors = stack.enter_context(door_repository(repository, ()))
         server = TritonServer(repository, doors, ready_timeout_s=LOAD_TIMEOUT_S)
@@ -90,3 +88,13 @@ def _serving(model: str | None, settings: Mapping[str, Any]) -> Iterator[tuple[s
             reason = with_remedy(state.sentence) or guess_reason(repository / name)
             raise ServerError("server_failed", f"{name} cannot be served: {reason}")
         yield name, server
+
+
+def _wrong_task(model: str | None, task: str | None = None) -> ServerError:
+    """The error for a model that generates no text: how to serve it, and where it is asked if its task is known."""
+    from hf_triton.openai.triton_messages import ENDPOINTS
+
+    endpoint = ENDPOINTS.get(task or "")
+    asked = f", and POST {endpoint} asks it" if endpoint else " and shows a request to it"
+    what = f"is for {task}, and generates no text" if task else "generates no text"
+    return ServerError("wrong_task", f"{model} {what}: `hf-triton serve {model}` serves it{asked}")

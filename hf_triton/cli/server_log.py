@@ -55,29 +55,40 @@ class ServerLog:
     def events(self) -> Iterator[Event]:
         """What the lines say that have come since the last call.
 
-        A file of `MAX_BYTES` becomes NAME.1, if the disk has room for it, and goes on empty: both programs append to
-        it. They also do so to a removed file, which is said once.
+        A file of `MAX_BYTES` becomes NAME.1, if the disk has room for it, and goes on empty. Both programs append to
+        it, so that it is copied and truncated, not renamed: a line between the last read and the truncation is lost.
+        They also append to a removed file, which is said once.
         """
         if not self._was_removed and os.fstat(self._descriptor).st_nlink == 0:
             self._was_removed = True
             say(
                 f"The log {self.path} was removed: what Triton and the gateway write cannot be read any more.", err=True
             )
+        yield from self._read()
+        if self._offset > MAX_BYTES:
+            if not self._was_removed:
+                self._copy()
+            yield from self._read()  # what came while it was copied
+            os.truncate(self._descriptor, 0)
+            self._offset = 0
+
+    def _read(self) -> Iterator[Event]:
         with open(self._descriptor, "rb", closefd=False) as file:
             file.seek(self._offset)
             while (line := file.readline()).endswith(b"\n"):
                 self._offset += len(line)
                 if event := parse_line(line.decode(errors="replace").rstrip()):
                     yield event
-        if self._offset > MAX_BYTES:
-            former = Path(f"{self.path}.1")
-            try:
-                shutil.copyfile(self.path, former)
-            except OSError:
-                with contextlib.suppress(OSError):
-                    former.unlink()
-            os.truncate(self._descriptor, 0)
-            self._offset = 0
+
+    def _copy(self) -> None:
+        former = Path(f"{self.path}.1")
+        try:
+            with open(self._descriptor, "rb", closefd=False) as file, former.open("wb") as copy:
+                file.seek(0)
+                shutil.copyfileobj(file, copy)
+        except OSError:
+            with contextlib.suppress(OSError):
+                former.unlink()
 
 
 def parse_line(line: str) -> Event | None:

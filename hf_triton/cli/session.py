@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from hf_triton.cli.client import Triton
-from hf_triton.cli.exit_codes import INTERRUPTED
-from hf_triton.cli.generate import COMMAND_DECIDES, shown, split_parameters
+from hf_triton.cli.generate import COMMAND_DECIDES, canonical, shown, split_parameters
 from hf_triton.cli.markdown import markdown_stream
 from hf_triton.errors import HfTritonError
 from hf_triton.protocol.options import CHAT_OPTIONS, OPTIONS
@@ -73,8 +72,7 @@ class Session:
     Args:
         triton: The server.
         runner: Its loop; Ctrl+C cancels what runs in it.
-        sampling: Generation parameters.
-        options: Options of each request.
+        parameters: Generation parameters and options of each request.
         system: System prompt.
     """
 
@@ -82,20 +80,17 @@ class Session:
         self,
         triton: Triton,
         runner: asyncio.Runner,
-        sampling: Mapping[str, object],
-        options: Mapping[str, Any],
+        parameters: Mapping[str, object],
         system: str | None,
     ) -> None:
         self._triton = triton
         self._runner = runner
-        self._parameters = {**sampling, **options}
+        self._parameters = dict(parameters)
         self._messages: list[dict[str, Any]] = []
         self._models: TritonModels | None = None
         self._model: Model | None = None
         self._stats: Stats | None = None
         self._set_system(system)
-        self.failure: HfTritonError | click.ClickException | None = None
-        """The error that ended a conversation from a pipe."""
 
     def open(self, name: str | None) -> None:
         """Connect and choose the model.
@@ -124,16 +119,31 @@ class Session:
             self._runner.run(self._models.close())
 
     def handle(self, text: str) -> bool:
-        """Answer a message, or do what a command says; False ends the conversation."""
+        """Answer a message, or do what a command says; False ends the conversation.
+
+        Raises:
+            HfTritonError: From a pipe, it failed: what follows would belong to another conversation.
+            click.UsageError: From a pipe, a command is wrong.
+        """
         command, _, argument = text.strip().partition(" ")
-        if not (command.startswith("/") and (command[1:].isalpha() or command == "/?")):
-            return not command or self._answer(text)
         if command in ("/bye", "/quit", "/exit"):
             return False
         try:
-            self._run(command, argument.strip())
+            if command.startswith("/") and (command[1:].isalpha() or command == "/?"):
+                self._run(command, argument.strip())
+            elif command:
+                self.answer(text)
+        except KeyboardInterrupt:
+            if not sys.stdin.isatty():
+                raise
+            click.echo("\nCancelled; the message is not part of the conversation.", err=True)
         except (HfTritonError, click.ClickException) as error:
-            return self._refuse(error)
+            if not sys.stdin.isatty():
+                raise
+            sentence = error.sentence if isinstance(error, HfTritonError) else error.format_message()
+            click.echo(f"{click.style('error:', fg='red')} {sentence}", err=True)
+            if isinstance(error, HfTritonError) and "context" in error.code:
+                click.echo("The conversation fills the context: /reset forgets it.", err=True)
         return True
 
     def _run(self, command: str, argument: str) -> None:
@@ -175,24 +185,16 @@ class Session:
         name = name.replace("-", "_")
         if name in COMMAND_DECIDES:
             raise click.UsageError(f"{name} is for the command to decide: leave it out")
-        if name and text is None:
-            self._parameters.pop(name, None)
-        elif text is not None:
-            value = read_json(text)
+        if name:
+            value = None if text is None else read_json(text)
             if name not in OPTIONS | CHAT_OPTIONS:
                 parse_parameters({name: value})
-            self._parameters[name] = value
+            for same in [key for key in self._parameters if canonical(key) == canonical(name)]:
+                del self._parameters[same]
+            if value is not None:
+                self._parameters[name] = value
         lines = [f"{key} = {json.dumps(value)}" for key, value in self._parameters.items()]
         click.echo("\n".join(lines) or "All parameters have the model's defaults.")
-
-    def _refuse(self, error: HfTritonError | click.ClickException) -> bool:
-        """Say on a terminal what failed; from a pipe, end the conversation: what follows would belong to another."""
-        if not sys.stdin.isatty():
-            self.failure = error
-            return False
-        sentence = error.sentence if isinstance(error, HfTritonError) else error.format_message()
-        click.echo(f"{click.style('error:', fg='red')} {sentence}", err=True)
-        return True
 
     def _save(self, file: str) -> None:
         """Write the conversation.
@@ -209,24 +211,19 @@ class Session:
             raise click.UsageError(f"{file} cannot be written: {error.strerror}") from None
         click.echo(f"Saved {len(self._messages)} messages to {file}.")
 
-    def _answer(self, text: str) -> bool:
-        """Send a message and print the answer; a message without an answer leaves the conversation as it was."""
+    def answer(self, text: str) -> None:
+        """Send a message and print the answer; a message without an answer leaves the conversation as it was.
+
+        Raises:
+            HfTritonError: It failed.
+        """
         self._messages.append({"role": "user", "content": text})
         try:
             answer = self._runner.run(self._print_answer())
-        except HfTritonError as error:
+        except BaseException:
             self._messages.pop()
-            if "context" in error.code and sys.stdin.isatty():
-                click.echo("The conversation fills the context: /reset forgets it.", err=True)
-            return self._refuse(error)
-        except KeyboardInterrupt:
-            self._messages.pop()
-            click.echo("\nCancelled; the message is not part of the conversation.", err=True)
-            if not sys.stdin.isatty():
-                sys.exit(INTERRUPTED)
-        else:
-            self._messages.append({"role": "assistant", "content": answer})
-        return True
+            raise
+        self._messages.append({"role": "assistant", "content": answer})
 
     async def _print_answer(self) -> str:
         """Print the answer as it comes: as Markdown on a terminal, its reasoning dim."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import urllib.error
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, Final
@@ -53,7 +52,7 @@ def status(model: str | None, triton: str, headers: dict[str, str], metrics: str
     models = describe_models(server)
     if model is not None and model not in [entry["model"] for entry in models]:
         raise unknown_model(model, [entry["model"] for entry in models])
-    figures = _read_metrics(metrics or _metrics_address(triton))
+    figures = read_metrics(metrics or _metrics_address(triton))
     counts = _count_requests(server)
     rows = [
         _describe_model(entry, None if figures is None else figures.get(entry["model"]), counts.get(entry["model"]))
@@ -145,17 +144,17 @@ def _metrics_address(triton: str) -> str:
     return f"{host}:{int(port) + 1}"
 
 
-def _read_metrics(address: str) -> dict[str, dict[str, float]] | None:
+def read_metrics(address: str) -> dict[str, dict[str, float]] | None:
     """Figures by model and metric, summed over labels and versions; None if no metrics are there."""
     from prometheus_client.parser import text_string_to_metric_families
 
     try:
         with open_local(f"http://{address}/metrics", CALL_TIMEOUT_S) as answer:
-            text = answer.read().decode()
-    except (OSError, ValueError, urllib.error.URLError):
+            families = list(text_string_to_metric_families(answer.read().decode()))
+    except (OSError, ValueError):  # nothing answers, or something else does
         return None
     figures: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for family in text_string_to_metric_families(text):
+    for family in families:
         for sample in family.samples:
             name = sample.name.removeprefix(PREFIX)
             if sample.name.startswith(PREFIX) and name in GAUGES:

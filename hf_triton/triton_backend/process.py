@@ -174,7 +174,7 @@ class TritonLogHandler(logging.Handler):
             else:
                 log = pb_utils.Logger.log_info
             # Triton writes file and line of its caller: those of the record, not of this handler.
-            code = _call.__code__.replace(co_filename=record.filename, co_firstlineno=record.lineno - 1)
+            code = _call.__code__.replace(co_filename=record.filename, co_firstlineno=max(record.lineno - 1, 0))
             FunctionType(code, globals())(log, text)
         except Exception:  # such as a folder's `logger.info("%d", "x")`: serving continues without the line
             self.handleError(record)

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The commands together: their help, wrong uses that need no server, and what a terminal is shown."""
 
+import http.server
 import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from hf_triton.cli import SECTIONS, cli, main
 from hf_triton.cli.client import unknown_model
 from hf_triton.cli.lazy import HINTS
 from hf_triton.cli.markdown import split_blocks
-from hf_triton.cli.status import triton_release
+from hf_triton.cli.status import read_metrics, triton_release
 from hf_triton.cli.tables import show_table
 from hf_triton.settings import ModelSettings
 from tests.support.paths import ROOT
@@ -78,6 +80,11 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "three words": (["generate", "The", "big", "model"], "quote it, and name the model with --model"),
     "a model twice": (["generate", "-m", "demo", "demo", "Hello"], "quote it, and name the model with --model"),
     "empty prompt": (["generate", ""], "the prompt is empty"),
+    "empty prompt of run": (["run", "demo", " "], "the prompt is empty"),
+    "a parameter by two names": (
+        ["generate", "x", "--max-tokens=1", "--param=max_new_tokens=2"],
+        "max_tokens is given twice",
+    ),
 }
 
 
@@ -133,10 +140,29 @@ def test_a_terminal_has_reasons_below_the_table(
     assert " ".join(below) == f"broken: {reason}"
 
 
-def test_markdown_is_cut_at_blank_lines_outside_of_code() -> None:
-    code = "```python\na = 1\n\nb = 2\n```\n\n"
-    assert split_blocks(f"One\nline.\n\n{code}The re") == (["One\nline.\n\n", code], "The re")
-    assert split_blocks("```\na\n\nb") == ([], "```\na\n\nb")
+CODE = "```python\na = 1\n\nb = 2\n```\n\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "blocks"),
+    [
+        (f"One\nline.\n\n{CODE}The re", ["One\nline.\n\n", CODE, "The re"]),
+        ("```\na\n\nb", ["```\na\n\nb"]),
+        ("1. one\n\n    continued\n\nEnd", ["1. one\n\n    continued\n\n", "End"]),
+        ("```x``` is code\n\nEnd", ["```x``` is code\n\n", "End"]),
+        ("````\n```\n\n~~~\n````\n\nEnd", ["````\n```\n\n~~~\n````\n\n", "End"]),
+        ("~~~\n~~~ a\n\n~~~\n\nEnd", ["~~~\n~~~ a\n\n~~~\n\n", "End"]),
+        ("One\n\n", ["One\n\n"]),
+    ],
+)
+def test_markdown_is_cut_where_a_block_ends(text: str, blocks: list[str]) -> None:
+    assert split_blocks(text) == (blocks[:-1], blocks[-1])
+
+
+def test_another_page_in_place_of_metrics_is_none() -> None:
+    with http.server.HTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler) as server:
+        threading.Thread(target=server.handle_request).start()
+        assert read_metrics(f"127.0.0.1:{server.server_port}") is None
 
 
 def test_triton_is_named_by_its_release() -> None:

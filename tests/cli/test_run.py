@@ -1,12 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """`hf-triton run`: one model served and talked to in one terminal."""
 
+import json
+import re
 from pathlib import Path
 
 import pytest
 
+from hf_triton.cli.doors import encoder_declaration
+from hf_triton.cli.examples import config_of_task, ready_text
+from hf_triton.cli.model_folder import write_model_folder
+from hf_triton.openai.config import GatewayConfig
+from hf_triton.server import TritonServer
 from tests.support.commands import Terminal, hf_triton
-from tests.support.serving import descendants, wait_until_gone
+from tests.support.serving import curl_lines, descendants, wait_until_gone
+from tests.support.tasks import save_task_checkpoint
 
 
 def test_a_prompt_is_answered_and_nothing_is_left(tmp_path: Path) -> None:
@@ -37,9 +45,51 @@ def test_a_terminal_talks_and_the_end_stops_the_server(end: str) -> None:
 
 
 @pytest.mark.full
+def test_one_sigterm_ends_the_server_too() -> None:
+    with Terminal("run") as terminal:
+        terminal.wait_for(">>> ")
+        family = descendants(terminal.process.pid)
+        terminal.process.terminate()
+        assert terminal.wait() == 143
+    wait_until_gone(family)
+
+
+@pytest.mark.full
+def test_a_prompt_on_a_terminal_is_no_command_and_its_failure_a_status() -> None:
+    with Terminal("run", "demo", "/etc is what?", "--max-tokens=100000") as terminal:
+        assert terminal.wait() == 1
+    assert "leaves room for " in terminal.output
+    assert "there is no command" not in terminal.output
+
+
+def test_an_encoder_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
+    checkpoint = str(save_task_checkpoint(tmp_path / "masks", "bert", "masks"))
+    done = hf_triton("run", checkpoint)
+    assert done.returncode == 1
+    assert done.stderr == (
+        f"error: wrong_task: {checkpoint} is for fill-mask, and generates no text: "
+        f"`hf-triton serve {checkpoint}` serves it, and POST /v1/fill-mask asks it\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("head", "text"), [("masks", "Anna lives at the <mask>."), ("tokens", "Anna lives at the harbour.")]
+)
+def test_the_example_of_an_encoder_is_one_that_it_takes(tmp_path: Path, head: str, text: str) -> None:
+    folder = tmp_path / "repository" / "mine"
+    checkpoint = save_task_checkpoint(tmp_path / "checkpoint", "roberta", head)
+    write_model_folder(folder, {"huggingface_model": str(checkpoint)})
+    config = config_of_task("mine", encoder_declaration(folder))
+    shown = ready_text(TritonServer(folder.parent), GatewayConfig(), [config], lambda name: False)
+    [line] = curl_lines(shown)
+    assert json.loads(line[-1]) == {"model": "mine", "input": text}
+    assert re.search(r"/v1/(fill-mask|token-classification)$", line[1])
+
+
+@pytest.mark.full
 def test_a_folder_that_fails_is_one_sentence(tmp_path: Path) -> None:
     assert hf_triton("new", "broken", "--model=/nowhere/at/all", f"--into={tmp_path}").returncode == 0
     done = hf_triton("run", str(tmp_path / "broken"))
     assert done.returncode == 1
-    _, line = done.stderr.splitlines()
+    [line] = done.stderr.splitlines()
     assert line.startswith("error: server_failed: broken cannot be served: path_not_found: there is no folder ")

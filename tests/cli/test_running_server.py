@@ -193,6 +193,20 @@ def test_chat_on_a_terminal(server: TritonServer) -> None:
         assert terminal.wait() == 0
 
 
+@pytest.mark.parametrize("is_answering", [False, True])
+def test_sigterm_ends_a_chat_at_once(server: TritonServer, is_answering: bool) -> None:
+    with Terminal("chat", "slow", *ENDLESS, f"--triton={server.grpc_url}") as terminal:
+        terminal.wait_for(">>> ")
+        if is_answering:
+            terminal.type("Hello\n")
+            wait_until(lambda: num_running(server) > 0)
+        terminal.process.terminate()
+        assert terminal.wait() == 143
+    wait_until(lambda: num_running(server) == 0)
+    assert "Traceback" not in terminal.output
+    assert "exception" not in terminal.output
+
+
 def test_chat_on_a_terminal_has_commands(server: TritonServer) -> None:
     steps = {
         "/stats": "There is no answer yet.",
@@ -200,7 +214,8 @@ def test_chat_on_a_terminal_has_commands(server: TritonServer) -> None:
         "/set stream true": "stream is for the command to decide",
         "/set max-tokens 600": "max_tokens = 600",
         "Hello": "the conversation has ",
-        "/set max_tokens 8": "max_tokens = 8",
+        "/set typo": "there is no parameter 'typo'",
+        "/set max_new_tokens 8": "max_new_tokens = 8",
         '"""\nHow are you?\nToday?\n"""': "... ",
         "/model nobody": "there is no model 'nobody'",
         "/model slow": "slow",

@@ -3,10 +3,14 @@
 
 import os
 import resource
+import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import IO
 
+import click
 import pytest
 
 from hf_triton.cli.board import Board
@@ -162,6 +166,40 @@ def test_a_reader_that_has_ended_ends_no_printing_program() -> None:
         process.stdout.close()
         assert process.stderr.read() == b"went on"
     assert process.returncode == 0
+
+
+def test_what_comes_while_a_large_log_is_copied_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("hf_triton.cli.server_log.MAX_BYTES", 10)
+    log, copy = ServerLog(), shutil.copyfileobj
+
+    def append(name: str) -> None:
+        with log.path.open("a") as file:
+            file.write(HEAD.format(f"loading: {name}:1") + "\n")
+
+    def copy_slowly(source: IO[bytes], target: IO[bytes]) -> None:
+        append("b")
+        copy(source, target)
+
+    monkeypatch.setattr("shutil.copyfileobj", copy_slowly)
+    append("a")
+    assert [event.model for event in log.events()] == ["a", "b"]
+    assert list(log.events()) == []
+
+
+def test_a_live_board_is_drawn_by_its_caller_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    num_threads = threading.active_count()
+    with Board(may_be_live=True) as board:
+        board.show("m", "loading")
+        board.refresh()
+        assert "loading, 0 s" in click.unstyle(capsys.readouterr().out)
+        board.show("m", "ready", "A")
+        assert threading.active_count() == num_threads
+    assert "ready in 1 s: A" in click.unstyle(capsys.readouterr().out)
 
 
 def test_an_error_shows_the_lines_of_a_log_that_tell_something() -> None:
