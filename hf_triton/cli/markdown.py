@@ -42,10 +42,15 @@ class MarkdownStream:
         self._tail = ""
 
     def _print(self, blocks: list[str]) -> None:
+        from markdown_it import MarkdownIt
         from rich.markdown import Markdown
 
+        # rich shows neither HTML, such as a tag of the model's own, nor definitions of references: they are text here.
+        parser = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"]).disable("reference")
         for block in filter(str.strip, blocks):
-            self._console.print(Markdown(block), end="\n")
+            markdown = Markdown(block)
+            markdown.parsed = parser.parse(block)
+            self._console.print(markdown, end="\n")
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ import pytest
 from hf_triton.cli import SECTIONS, cli, main
 from hf_triton.cli.client import unknown_model
 from hf_triton.cli.lazy import HINTS
-from hf_triton.cli.markdown import split_blocks
+from hf_triton.cli.markdown import markdown_stream, split_blocks
 from hf_triton.cli.status import read_metrics, triton_release
 from hf_triton.cli.tables import show_table
 from hf_triton.settings import ModelSettings
@@ -157,6 +157,15 @@ CODE = "```python\na = 1\n\nb = 2\n```\n\n"
 )
 def test_markdown_is_cut_where_a_block_ends(text: str, blocks: list[str]) -> None:
     assert split_blocks(text) == (blocks[:-1], blocks[-1])
+
+
+@pytest.mark.parametrize(
+    "text", ["<think>forty-two</think>", "<div>\nall\n</div>", "a <b>word</b>", "[ref]: http://x.y"]
+)
+def test_markdown_shows_tags_and_definitions_as_text(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with markdown_stream() as stream:
+        stream.write(f"{text}\n\n**behind**\n")
+    assert capsys.readouterr().out.split() == [*text.split(), "behind"]
 
 
 def test_another_page_in_place_of_metrics_is_none() -> None:
