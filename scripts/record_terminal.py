@@ -26,7 +26,7 @@ READY = "Ctrl+C"
 """Words of the line that ends what `serve` prints at its start."""
 COMMANDS = (
     """curl localhost:8000/v2/models/demo/generate -d '{"text_input":"How can you be"}'""",
-    "hf-triton generate demo 'The model'",
+    "hf-triton generate 'The model'",
 )
 WIDTH = 100
 START_TIMEOUT_S = 120
