@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server may answer and a browser may hold: the page in a headless Chromium, before scripted answers."""
+"""What a server may answer and a browser may hold, in a headless Chromium: the page before scripted answers."""
 
 from __future__ import annotations
 
