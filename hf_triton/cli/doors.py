@@ -7,7 +7,6 @@ import ast
 import contextlib
 import json
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
@@ -15,8 +14,16 @@ from pathlib import Path
 from typing import Any, Final
 
 import hf_triton
-from hf_triton.cli.folders import load_folder_settings, model_file, model_folders, parse_config, read_config
-from hf_triton.errors import HfTritonError
+from hf_triton.cli.folders import (
+    as_json,
+    load_folder_settings,
+    model_file,
+    model_folders,
+    newest_version,
+    parse_config,
+    parse_message,
+)
+from hf_triton.errors import HfTritonError, SettingsError
 from hf_triton.hub.resolve import Hub
 from hf_triton.protocol.task_declaration import TaskDeclaration
 from hf_triton.settings import MODEL_SETTINGS, ModelSettings
@@ -28,9 +35,6 @@ MODEL_CLASS: Final = "TritonPythonModel"
 CHAT_TEMPLATES: Final = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 MASK: Final = "[MASK]"
 OUR_MODULES: Final = ("hf_triton", "hf_triton.model")
-
-_TEXT_OR_COMMENT: Final = re.compile(r""""(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'|#.*""")
-_STREAM_OF: Final = re.compile(r"""["']stream_of["'][^"']*["']([^"']*)["']""")
 
 
 @contextlib.contextmanager
@@ -53,15 +57,18 @@ def door_repository(repository: Path, taken: Collection[str]) -> Iterator[Path]:
 
 def folders_without_door(repository: Path) -> list[str]:
     """The folders that answer in one piece and that no folder streams from, by name."""
-    folders = model_folders(repository)
-    names = {folder.name for folder in folders}
-    streamed = {name for folder in folders for name in _STREAM_OF.findall(read_config(folder))}
+    configs = {}
+    for folder in model_folders(repository):
+        with contextlib.suppress(SettingsError):  # Triton cannot read it either
+            configs[folder] = {**as_json(parse_message(folder)), "name": folder.name}
+    names = {folder.name for folder in model_folders(repository)}
+    streamed = set(map(streamed_folder, configs.values()))
     return [
         folder.name
-        for folder in folders
+        for folder, config in configs.items()
         if f"{folder.name}{SUFFIX}" not in names
         and folder.name not in streamed
-        and _answers_in_one_piece(folder)
+        and _answers_in_one_piece(folder, config)
         and encoder_declaration(folder) is None
     ]
 
@@ -110,19 +117,19 @@ def mask_token(folder: Path) -> str:
     return MASK
 
 
-def _answers_in_one_piece(folder: Path) -> bool:
+def _answers_in_one_piece(folder: Path, config: Mapping[str, Any]) -> bool:
     """Whether a folder is this library's and not decoupled.
 
     In doubt it is not: a door to a model of another library would never connect. So the class in its file must derive
     from `hf_triton.TritonPythonModel` in that file; a base that another file defines is not followed.
     """
-    config = read_config(folder)
-    names_other_backend = re.search(r"""^\s*(backend|platform)\s*:\s*["'](?!python["'])""", config, re.MULTILINE)
-    is_decoupled = re.search(r"\bdecoupled\s*:\s*(true|True|t|1)\b", _TEXT_OR_COMMENT.sub("", config))
-    files = [model_file(version) for version in folder.iterdir() if version.name.isdecimal()]
-    versions = [path for path in files if path.exists()]
-    newest = max(versions, key=lambda path: int(path.parent.name), default=None)
-    return not names_other_backend and not is_decoupled and newest is not None and _defines_our_model(newest)
+    is_python = {config.get("backend", "python"), config.get("platform", "python")} == {"python"}
+    if not is_python or config.get("model_transaction_policy", {}).get("decoupled", False):
+        return False
+    try:
+        return _defines_our_model(model_file(newest_version(folder)))
+    except SettingsError:
+        return False
 
 
 def _defines_our_model(file: Path) -> bool:

@@ -122,6 +122,11 @@ def parse_config(folder: Path) -> dict[str, Any]:
         raise SettingsError(f"max_batch_size must be >= 0, got {message.max_batch_size}")
     if message.name and message.name != folder.name:
         raise SettingsError(guess_reason(folder))
+    return as_json(message)
+
+
+def as_json(message: Any) -> dict[str, Any]:
+    """A message of `parse_message` as Triton's JSON."""
     json_format = importlib.import_module("google.protobuf.json_format")
     config: dict[str, Any] = json_format.MessageToDict(message, preserving_proto_field_name=True)
     return config

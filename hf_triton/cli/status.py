@@ -151,7 +151,7 @@ def read_metrics(address: str) -> dict[str, dict[str, float]] | None:
     try:
         with open_local(f"http://{address}/metrics", CALL_TIMEOUT_S) as answer:
             families = list(text_string_to_metric_families(answer.read().decode()))
-    except (OSError, ValueError):  # nothing answers, or something else does
+    except (OSError, ValueError, IndexError):  # nothing answers, or what does sends no metrics
         return None
     figures: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for family in families:

@@ -187,6 +187,7 @@ def test_chat_on_a_terminal(server: TritonServer) -> None:
         wait_until(lambda: num_running(server) == 0)
         terminal.type("/nonsense\n")
         terminal.wait_for("there is no command /nonsense")
+        terminal.wait_for(">>> ")
         terminal.type("\x03")
         terminal.wait_for("Ctrl+C again, or /bye, ends.")
         terminal.type("\x03")

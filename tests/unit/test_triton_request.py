@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -342,6 +343,15 @@ def test_a_malformed_log_line_raises_nothing(capsys: pytest.CaptureFixture[str])
         for line, arguments in (("fine", ()), ("%d rows", ("no number",))):
             handler.emit(logging.LogRecord("folder", logging.INFO, __file__, 1, line, arguments, None))
     assert "Logging error" in capsys.readouterr().err
+
+
+def test_a_record_of_no_line_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    with stand_in(response_before_25_02):
+        process = importlib.import_module("hf_triton.triton_backend.process")
+        monkeypatch.setattr(process.pb_utils, "Logger", SimpleNamespace(log_info=lines.append), raising=False)
+        process.TritonLogHandler().emit(logging.LogRecord("folder", logging.INFO, "", 0, "fine", (), None))
+    assert lines == ["fine"]
 
 
 def test_parameters_are_parsed_once(poller: RequestPoller) -> None:
