@@ -63,6 +63,7 @@ $(SERVER): pyproject.toml constraints.txt
 # What the tests need too.
 $(SETUP): $(SERVER)
 	$(INSTALL) '.[dev]'
+	@$(BIN)/python -W ignore -m compileall -q -j 0 .venv/lib > /dev/null || true  # here tests take warnings as errors
 	@touch $@
 
 serve: $(SERVER) ## Serve the demo model, or the folders in MODELS=...; HTTP_PORT=8010 OPENAI_PORT=9010 if ports are taken
