@@ -27,8 +27,7 @@ export class Markdown {
   update(text) {
     const lines = text.slice(this.start).split("\n");
     const blocks = readBlocks(lines, 0);
-    blocks.forEach(({ node }, index) => place(this.element, this.numFinal + index, node));
-    trim(this.element, this.numFinal + blocks.length);
+    place(this.element, this.element.childNodes[this.numFinal], blocks.map(({ node }) => node));
     // A block begins for good once the line after its first is whole: a table's second line says what it is.
     const open = blocks.findLastIndex(({ line }) => line < lines.length - 2);
     if (open < 1) return;
@@ -37,22 +36,20 @@ export class Markdown {
   }
 }
 
-/** Make a child equal to a fresh node, and leave what is equal already: a selection stays. */
-function place(parent, index, fresh) {
-  const old = parent.childNodes[index];
-  if (!old) parent.append(fresh);
-  else if (!old.cloneNode(false).isEqualNode(fresh.cloneNode(false))) {
-    if (old.data !== undefined && fresh.data?.startsWith(old.data)) old.appendData(fresh.data.slice(old.length));
-    else old.replaceWith(fresh);
-  } else {
-    const children = [...fresh.childNodes];
-    children.forEach((child, position) => place(old, position, child));
-    trim(old, children.length);
+/** Make the children from `old` on equal to fresh nodes, and leave what is equal already: a selection stays. */
+function place(parent, old, fresh) {
+  for (const node of fresh) {
+    const next = old?.nextSibling;
+    if (!old) parent.append(node);
+    else if (old.cloneNode(false).isEqualNode(node.cloneNode(false))) place(old, old.firstChild, [...node.childNodes]);
+    else if (old.data !== undefined && node.data?.startsWith(old.data)) old.appendData(node.data.slice(old.length));
+    else old.replaceWith(node);
+    old = next;
   }
-}
-
-function trim(element, length) {
-  while (element.childNodes.length > length) element.lastChild.remove();
+  for (let next; old; old = next) {
+    next = old.nextSibling;
+    old.remove();
+  }
 }
 
 // --- blocks ---------------------------------------------------------------------------------------------------------
