@@ -208,8 +208,11 @@ class _SequenceTimer(SequenceObserver):
 
     def on_token_sampled(self, index: int, *, is_text: bool) -> None:
         """See `SequenceObserver`."""
+        self._note_token(time.monotonic())
+
+    def _note_token(self, now_s: float) -> None:
         if self._times.first_token_s is None:
-            self._times.first_token_s = time.monotonic()
+            self._times.first_token_s = now_s
 
     def on_complete(self, completions: list[Completion]) -> None:
         """See `SequenceObserver`."""
@@ -227,8 +230,8 @@ class _SequenceMeter(_SequenceTimer):
 
     def on_token_sampled(self, index: int, *, is_text: bool) -> None:
         """See `SequenceObserver`."""
-        super().on_token_sampled(index, is_text=is_text)
         now_s = time.monotonic()
+        self._note_token(now_s)
         if not self._has_begun:
             self._has_begun = True
             self._meter.note(metrics.TIME_TO_FIRST_TOKEN, now_s - self._times.arrival_s)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 
@@ -444,13 +445,12 @@ def test_tensors_of_each_architecture_are_found_and_missed(name: str, tmp_path: 
 
 @pytest.mark.parametrize("family", PACKED | PADDED | ALONE)
 def test_tensors_of_each_encoder_are_found_and_missed(family: str, tmp_path: Path) -> None:
+    config_class = getattr(transformers, (PACKED | PADDED | ALONE)[family][0])
     for head, (auto_class_name, *_) in HEADS.items():
-        checkpoint = tmp_path / head
-        try:
-            build_model(family, head).save_pretrained(checkpoint)
-        except ValueError:  # the family has no such head
-            assert head == "masks"
+        if config_class not in getattr(transformers, auto_class_name)._model_mapping:
             continue
+        checkpoint = tmp_path / head
+        build_model(family, head).save_pretrained(checkpoint)
         settings = ModelSettings(huggingface_model=str(checkpoint))
         config = load_config(checkpoint, settings)
         assert check_tensors(checkpoint, config, settings, auto_class_name)
@@ -567,7 +567,7 @@ def test_wrong_use_and_the_command_itself(folder: Path) -> None:
     assert run("check").exit_code == 2
     assert run("export", "vllm", "nowhere").exit_code == 2
     done = hf_triton("export", "vllm", str(checkpoint_of(folder)))
-    assert (done.returncode, "it is a checkpoint: `hf-triton new" in done.stderr) == (2, True)
+    assert (done.returncode, "hf-triton new NAME" in done.stderr) == (2, True)
     done = hf_triton("check", str(folder))
     assert done.returncode == 0, done.stderr
     assert "chat template\tok" in done.stdout

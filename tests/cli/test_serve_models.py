@@ -93,7 +93,7 @@ def test_explicit_mode_and_restricted_apis(checkpoint: Path, tmp_path: Path) -> 
     protocol = "--grpc-restricted-protocol=inference,model-repository,model-config,health:key=key-to-be-kept"
     flags = ["--", "--model-control-mode=explicit", restricted, protocol]
     with running(str(repository), *flags, output=tmp_path / "output") as serving:
-        serving.wait_for("no model is loaded: `hf-triton load NAME` loads one")
+        serving.wait_for("hf-triton load NAME` loads one")
         with pytest.raises(urllib.error.HTTPError, match="403"):
             ask(serving.http_port, "/v2/repository/index", {})
         load = urllib.request.Request(
