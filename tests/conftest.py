@@ -16,6 +16,8 @@ from tests.support.paths import ROOT
 
 # Two workers with two OpenMP threads each would wait for one another at every barrier. Read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Beside a gateway's thread, gRPC's handlers of a fork crash one in a hundred new processes. Read when grpc is imported.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 FOREIGN = ("HF_", "TRANSFORMERS_", "HUGGING_FACE_", "HUGGINGFACE", "PRIVATE_REPO_TOKEN", "XDG_CACHE_HOME")
 SHARED_SERVER = re.compile(r"^(?:def test|    ).*\b(standard|triton|agents): \w", flags=re.MULTILINE)

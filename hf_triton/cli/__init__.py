@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -63,6 +64,7 @@ def cli() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; an error becomes one line on standard error and an exit code."""
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # its handlers can crash a program that a command starts
     try:
         sys.exit(cli.main(arguments, prog_name="hf-triton", standalone_mode=False))
     except click.exceptions.NoArgsIsHelpError as error:

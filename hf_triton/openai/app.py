@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 from collections.abc import AsyncIterator, Mapping
@@ -78,7 +77,6 @@ def build_app(config: GatewayConfig) -> FastAPI:
             )
             models = TritonModels(config.triton, config.timeout_s, headers, on_demand)
             stack.push_async_callback(models.close)
-            stack.callback(asyncio.create_task(models.watch()).cancel)
             app.state.gateway = Gateway(config, models, metrics)
             yield {"config": config}  # for the protocol of `server.py`
 

@@ -16,7 +16,6 @@ import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from hf_triton.errors import clip
-from hf_triton.openai.connection import watch_connection
 from hf_triton.openai.errors import ApiError, load_reason, model_not_found, triton_error
 from hf_triton.openai.hints import pass_over
 from hf_triton.openai.model_infos import ModelInfos
@@ -94,7 +93,6 @@ class TritonModels:
         headers: Mapping[str, str] | None = None,
         on_demand: OnDemand | None = None,
     ) -> None:
-        self._address = address
         self._headers = tuple((headers or {}).items())
         self._timeout_s = timeout_s
         self._on_demand = on_demand
@@ -107,10 +105,6 @@ class TritonModels:
         self._seen: dict[str, Model] = {}
         self._changes: dict[str, int] = {}
         self._infos = ModelInfos(self._stub, self._headers)
-
-    async def watch(self) -> None:
-        """Log when Triton is reached and lost, until the task is cancelled."""
-        await watch_connection(self._channel, self._address)
 
     async def close(self) -> None:
         """Cancel what is in flight and disconnect."""
