@@ -330,7 +330,7 @@ class Sequence:
 
     def _is_stopped(self, token_id: int, logprobs: TokenLogprobs | None) -> bool:
         group = self.group
-        if not group.listens_to_tokens:
+        if not group.listens_to_tokens or group.params.num_beams > 1:  # beam search has asked `is_complete`
             return False
         try:
             with panics_as_errors():

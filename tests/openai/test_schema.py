@@ -38,7 +38,9 @@ LIMITS = {
     **dict.fromkeys(("max_time", "timeout"), 60.0),
 }
 NUM_TOKEN_IDS = 300
-OF_ENCODERS = [f"POST /v1/{name}" for name in ("embeddings", "rerank", "score", "classify")]
+OF_ENCODERS = [
+    f"POST /v1/{name}" for name in ("embeddings", "rerank", "score", "classify", "token-classification", "fill-mask")
+]
 """Operations that no model of this gateway answers with 200; tests/openai/test_encoders.py has models that do."""
 
 
