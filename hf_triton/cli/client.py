@@ -30,6 +30,8 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 DEFAULT_ADDRESS: Final = "localhost:8001"
 CALL_TIMEOUT_S: Final = 10.0
 """Limit of a call that neither loads nor generates."""
+NO_HOST: Final = "errors resolving"
+"""In gRPC's sentence: errors resolving nohost:8001: [... Domain name not found]."""
 NUM_NAMED: Final = 8
 """Models that an error lists."""
 READY: Final = "READY"
@@ -77,7 +79,6 @@ class Triton:
             status: gRPC's: `StatusCode.UNAVAILABLE`.
             details: The message, gRPC's or Triton's.
         """
-        from hf_triton.openai.errors import transport_reason
         from hf_triton.openai.triton import RESTRICTED
 
         if RESTRICTED in details:
@@ -87,7 +88,7 @@ class Triton:
         if status.endswith("UNIMPLEMENTED"):
             return self.unreachable("what listens there is no Triton")
         if status.endswith("UNAVAILABLE") and _is_transport(details):
-            return self.unreachable(transport_reason(details))
+            return self.unreachable(_transport_reason(details))
         return ServerError("server_failed", first_sentence(details) or f"the call failed with {status}")
 
     def unreachable(self, reason: str) -> ServerError:
@@ -179,12 +180,21 @@ def _restricted(details: str) -> str:
     return f"this Triton restricts the API that the command needs: give its key with --header {name}:KEY"
 
 
+def _transport_reason(details: str) -> str:
+    """Why a server cannot be reached, from gRPC's own message."""
+    if "failed to connect" in details and ("Socket closed" in details or "http1.x" in details):
+        return "what listens there speaks no gRPC: is it the HTTP port?"
+    if "refused" in details:
+        return "the connection is refused"
+    if any(word in details for word in ("DNS", "name resolution", NO_HOST)):
+        return "there is no such host"
+    return "the connection broke off"
+
+
 def _is_transport(details: str) -> bool:
     """Whether gRPC itself says it, not Triton, whose sentences are UNAVAILABLE as well."""
     if "TritonModelException" in details:
         return False
-    from hf_triton.openai.errors import NO_HOST
-
     words = ("failed to connect", "Socket closed", "Connection reset", "DNS", NO_HOST, "recvmsg", "GOAWAY")
     return any(word in details for word in words)
 

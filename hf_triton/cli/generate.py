@@ -132,8 +132,8 @@ def generate(
 ) -> None:
     """Generate a completion of PROMPT, and print it as it comes.
 
-    Without PROMPT, or if it is -, standard input is read. MODEL PROMPT in place of --model does too. Ctrl+C cancels
-    the request.
+    Without PROMPT, or if it is -, standard input is read. Two arguments are MODEL and PROMPT. Ctrl+C cancels the
+    request.
     """
     name, prompt = _read_words(words, model)
     try:

@@ -96,8 +96,6 @@ RESPONSES: Final = _responses(ErrorBody)
 ANTHROPIC_RESPONSES: Final = _responses(AnthropicErrorBody)
 """Errors of Anthropic's endpoints."""
 
-NO_HOST: Final = "errors resolving"
-"""In gRPC's sentence: errors resolving nohost:8001: [... Domain name not found]."""
 _CODED: Final = re.compile(rf"(?:^|[\s\]])({'|'.join(CODES)}): (.*)", re.DOTALL)
 _REQUEST_ID: Final = re.compile(r"^\[request id: [^]]*\] ")
 _REASON: Final = re.compile(r"(?:TritonModelException: )(?:[a-z_]+: )?([^\n]*)")
@@ -186,17 +184,6 @@ def logged_reason(details: str) -> str:
     """The same with the host's paths."""
     found = _REASON.search(details)
     return found[1] if found else first_sentence(details)
-
-
-def transport_reason(details: str) -> str:
-    """Why a server cannot be reached, from gRPC's own message."""
-    if "failed to connect" in details and ("Socket closed" in details or "http1.x" in details):
-        return "what listens there speaks no gRPC: is it the HTTP port?"
-    if "refused" in details:
-        return "the connection is refused"
-    if any(word in details for word in ("DNS", "name resolution", NO_HOST)):
-        return "there is no such host"
-    return "the connection broke off"
 
 
 def triton_error(message: str, names: Mapping[str, str], fields: Collection[str], status: int = 500) -> ApiError:

@@ -21,6 +21,7 @@ from hf_triton.openai.fields import Texts
 from hf_triton.openai.gateway import request_id_of
 from hf_triton.openai.triton_messages import FILL_MASK, TOKEN_CLASSIFICATION
 from hf_triton.protocol.ports import JSON_OUTPUT
+from hf_triton.protocol.task_declaration import MAX_FILLS
 
 router = APIRouter(route_class=JsonRoute)
 TEXT: Final = "text"
@@ -42,7 +43,7 @@ class TokenClassificationRequest(_TextRequest):
 class FillMaskRequest(_TextRequest):
     """The texts with mask tokens."""
 
-    top_k: Annotated[int, annotated_types.Ge(1), annotated_types.Le(2**31 - 1)] | None = None
+    top_k: Annotated[int, annotated_types.Ge(1), annotated_types.Le(MAX_FILLS)] | None = None
     """How many tokens to list for each mask, the likeliest first. By default 5."""
 
 

@@ -39,6 +39,8 @@ MLSERVER_TASKS: Final = (
     *("fill-mask", "zero-shot-classification", "feature-extraction"),
 )
 """Tasks of encoders that MLServer has too: what comes in its inputs is answered as it answers."""
+MAX_FILLS: Final = 1000
+"""Tokens that fill-mask lists for a mask at most."""
 TEXT: Final = "text"
 PAIR: Final = "text_pair"
 TEXTS: Final = TextInput(TEXT, "the texts", TEXT_ALIASES)

@@ -11,7 +11,7 @@ import annotated_types
 from pydantic import BeforeValidator
 
 from hf_triton.errors import CheckpointError, RequestError, clip
-from hf_triton.protocol.task_declaration import TEXT, TEXT_ALIASES, TaskDeclaration, TaskOptions, TextInput
+from hf_triton.protocol.task_declaration import MAX_FILLS, TEXT, TEXT_ALIASES, TaskDeclaration, TaskOptions, TextInput
 from hf_triton.protocol.task_requests import Row, TaskResult
 from hf_triton.protocol.validation import read_strings
 from hf_triton.tasks.encoder_task import EncodedRow, EncoderTask
@@ -21,7 +21,7 @@ from hf_triton.tasks.scores import Floats, best_first, softmax
 class MaskOptions(TaskOptions):
     """Request parameters of fill-mask."""
 
-    top_k: Annotated[int, annotated_types.Ge(1), annotated_types.Le(1000)] = 5
+    top_k: Annotated[int, annotated_types.Ge(1), annotated_types.Le(MAX_FILLS)] = 5
     """How many tokens to return for each mask, the likeliest first; at most as many as the model has, or as `targets`
     has."""
 

@@ -48,7 +48,7 @@ def server(
     bge_checkpoint: Path, make_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[TritonServer]:
     repository = tmp_path_factory.mktemp("repository")
-    *copy, _ = shlex.split(line_of_models("cp -r bge/ "))
+    *copy, _ = shlex.split(line_of_document("cp -r bge/ "))
     subprocess.run([*copy, repository], cwd=ROOT, check=True)
     minilm = real_checkpoint()
     make_folder(repository, "minilm", huggingface_model=minilm)
@@ -69,8 +69,8 @@ def server(
 
 
 def example(word: str) -> str:
-    """The Python example of docs/models.md that has a word."""
-    text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    """The Python example of docs/hooks.md that has a word."""
+    text = (ROOT / "docs" / "hooks.md").read_text(encoding="utf-8")
     [block] = [block for block in re.findall(r"^```python\n(.*?)^```\n", text, flags=re.S | re.M) if word in block]
     return str(block)
 
@@ -80,9 +80,9 @@ def expected() -> npt.NDArray[np.float32]:
     return reference_embeddings(real_checkpoint(), TEXTS)
 
 
-def line_of_models(beginning: str) -> str:
-    """The command of docs/models.md that begins so."""
-    lines = (ROOT / "docs" / "models.md").read_text(encoding="utf-8").splitlines()
+def line_of_document(beginning: str) -> str:
+    """The command of docs/encoders.md that begins so."""
+    lines = (ROOT / "docs" / "encoders.md").read_text(encoding="utf-8").splitlines()
     [line] = [line for line in lines if line.startswith(beginning)]
     return line
 
@@ -125,7 +125,7 @@ def test_tokenizer_apart_gives_the_folder_s_vectors(server: TritonServer, option
 
 
 def test_request_of_the_documents_gets_a_vector(server: TritonServer) -> None:
-    line = line_of_models("curl -X POST localhost:8000/v2/models/bge_apart/")
+    line = line_of_document("curl -X POST localhost:8000/v2/models/bge_apart/")
     command = shlex.split(line.replace("localhost:8000", server.http_url))
     done = subprocess.run([*command, "--silent"], capture_output=True, text=True, check=True)
     (output,) = json.loads(done.stdout)["outputs"]
