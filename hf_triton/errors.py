@@ -93,17 +93,14 @@ CODES: dict[str, str] = {
 
 
 class HfTritonError(Exception):
-    """Base of all errors here; `str()` is the whole message, code included.
-
-    A sentence may quote a checkpoint: characters that could steer a terminal are escaped.
-    """
+    """Base of all errors here; `str()` is the whole message, code included."""
 
     triton_code: ClassVar[TritonCode] = "INTERNAL"
 
     def __init__(self, code: str, sentence: str) -> None:
+        super().__init__(f"{code}: {sentence}")
         self.code = code
-        self.sentence = escape(sentence, keep="\n\t")
-        super().__init__(f"{code}: {self.sentence}")
+        self.sentence = sentence
 
 
 class LoadError(HfTritonError):
@@ -226,14 +223,8 @@ class OneLineFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (logging's own name)
         """The line, with characters that are not printed escaped."""
-        return escape(super().formatMessage(record))
-
-
-def escape(text: str, keep: str = "") -> str:
-    """A text with characters that are not printed escaped, but for those to keep."""
-    if text.isprintable():
-        return text
-    return "".join(each if each.isprintable() or each in keep else repr(each)[1:-1] for each in text)
+        line = super().formatMessage(record)
+        return line if line.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
 
 
 def clip(value: object, limit: int = 60) -> str:

@@ -13,6 +13,7 @@ import click
 from hf_triton import __version__
 from hf_triton.cli.exit_codes import EXIT_CODES, FAILED, INTERRUPTED
 from hf_triton.cli.lazy import LazyGroup
+from hf_triton.cli.tables import printable
 from hf_triton.cli.typed import as_typed
 from hf_triton.errors import HfTritonError
 
@@ -76,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         failure = HfTritonError("wrong_usage", _sentence(error))
     except HfTritonError as error:
         failure = error
-    click.echo(as_typed(f"error: {failure}"), err=True)
+    click.echo(printable(as_typed(f"error: {failure}")), err=True)  # it may quote a checkpoint
     sys.exit(EXIT_CODES.get(failure.code, FAILED))
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, Literal
 import click
 
 from hf_triton.cli.say import say
+from hf_triton.cli.tables import printable
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -77,7 +78,7 @@ class Board:
             self._since_s[name] = time.monotonic()
         elif state == "ready" and (since_s := self._since_s.pop(name, None)) is not None:
             duration = f" in {max(1, round(time.monotonic() - since_s))} s"
-        self._lines[name] = click.style(state, fg=COLOURS[state]) + duration + (f": {text}" if text else "")
+        self._lines[name] = click.style(state, fg=COLOURS[state]) + duration + (f": {printable(text)}" if text else "")
         if self._is_starting and self._live is not None:
             return  # `refresh` shows it
         if self._is_starting or state != "loading":

@@ -20,6 +20,7 @@ import click
 from hf_triton.cli.client import Triton
 from hf_triton.cli.generate import COMMAND_DECIDES, canonical, shown, split_parameters
 from hf_triton.cli.markdown import markdown_stream
+from hf_triton.cli.tables import printable
 from hf_triton.errors import HfTritonError
 from hf_triton.protocol.options import CHAT_OPTIONS, OPTIONS
 from hf_triton.protocol.parameters import parse_parameters
@@ -141,7 +142,7 @@ class Session:
             if not sys.stdin.isatty():
                 raise
             sentence = error.sentence if isinstance(error, HfTritonError) else error.format_message()
-            click.echo(f"{click.style('error:', fg='red')} {sentence}", err=True)
+            click.echo(f"{click.style('error:', fg='red')} {printable(sentence)}", err=True)
             if isinstance(error, HfTritonError) and "context" in error.code:
                 click.echo("The conversation fills the context: /reset forgets it.", err=True)
         return True

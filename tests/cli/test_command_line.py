@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 
 from hf_triton.cli import SECTIONS, cli, main
+from hf_triton.cli.board import Board
 from hf_triton.cli.client import unknown_model
 from hf_triton.cli.lazy import HINTS
 from hf_triton.cli.markdown import markdown_stream, split_blocks
 from hf_triton.cli.status import read_metrics, triton_release
-from hf_triton.cli.tables import show_table
+from hf_triton.cli.tables import printable, show_table
+from hf_triton.errors import HfTritonError
 from hf_triton.settings import ModelSettings
 from tests.support.paths import ROOT
 
@@ -186,3 +188,19 @@ def test_a_shell_completes_commands(shell: str) -> None:
     environment = words | {"_HF_TRITON_COMPLETE": f"{shell}_complete", "COMP_CWORD": "s" if shell == "fish" else "1"}
     done = subprocess.run([program], env=os.environ | environment, capture_output=True, text=True, check=True)
     assert {"serve", "settings", "status"} <= set(re.split(r"[,\t\n]", done.stdout))
+
+
+def test_what_a_checkpoint_writes_cannot_steer_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*args: object, **options: object) -> None:
+        raise HfTritonError("invalid_input", "it rejects \x1b]0;title\x07\u202ethis\nand é 🙂")
+
+    assert printable("a\x1b[2J\u202e\u2066b\n🙂\u200d\u00a0") == "a[2Jb\n🙂\u200d\u00a0"
+    monkeypatch.setattr(cli, "main", fail)
+    with pytest.raises(SystemExit):
+        main([])
+    Board().show("demo", "failed", "it rejects \x1b]0;title\x07\u202ethis")
+    sentence, rest, failed = capsys.readouterr().err.splitlines()
+    assert (sentence, rest) == ("error: invalid_input: it rejects ]0;titlethis", "and é 🙂")
+    assert failed.endswith("it rejects ]0;titlethis")

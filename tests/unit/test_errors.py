@@ -11,7 +11,6 @@ from tokenizers import Tokenizer, models
 
 import hf_triton
 from hf_triton import errors
-from hf_triton.cli.tables import printable
 from hf_triton.errors import (
     CODES,
     MAX_FRAMES,
@@ -141,9 +140,3 @@ def test_other_exceptions_pass_a_panic_guard(error: BaseException) -> None:
     with pytest.raises(type(error)) as caught, panics_as_errors():
         raise error
     assert caught.value is error
-
-
-def test_a_sentence_cannot_steer_the_terminal_that_shows_it() -> None:
-    error = RequestError("invalid_input", "it rejects \x1b]0;title\x07\u202e this\nand é 🙂")
-    assert str(error) == "invalid_input: it rejects \\x1b]0;title\\x07\\u202e this\nand é 🙂"
-    assert printable("a\x1b[2J\u202e\u2066b\n🙂\u200d") == "a[2Jb\n🙂\u200d"
