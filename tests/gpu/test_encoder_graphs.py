@@ -157,22 +157,25 @@ def test_a_model_that_waits_for_the_device_runs_eagerly(caplog: pytest.LogCaptur
         build(model, "sequence")
 
 
-def test_a_model_whose_replay_is_wrong_runs_eagerly(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("owner", "name", "reason"),
+    [
+        (StepGraphs, "load", "captured outputs differ from eager ones"),
+        (
+            attention,
+            "packed_attention_for",
+            "NotPackableError: its attention reads more of a step than the device has",
+        ),
+    ],
+    ids=["wrong replay", "no kernel"],
+)
+def test_what_cannot_be_captured_runs_eagerly_and_says_why(
+    owner: Any, name: str, reason: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(StepGraphs, "load", lambda *_: None)
+    monkeypatch.setattr(owner, name, lambda *_: None)
     model = build_model("bert", "embeddings")
     check(build(model, "embeddings", "auto"), model, "embeddings", random_inputs([5, 12]))
-    assert "which is slower: captured outputs differ from eager ones" in caplog.text
-
-
-def test_attention_without_a_kernel_runs_eagerly(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(attention, "packed_attention_for", lambda *_: None)
-    model = build_model("bert", "embeddings")
-    check(build(model, "embeddings", "auto"), model, "embeddings", random_inputs([5, 12]))
-    assert "NotPackableError: its attention reads more of a step than the device has" in caplog.text
+    assert f"which is slower: {reason}" in caplog.text
 
 
 def test_a_model_that_does_not_pack_has_no_graphs(caplog: pytest.LogCaptureFixture) -> None:
