@@ -124,7 +124,7 @@ def read_message() -> str | None:
 
 
 def _prompt(text: str) -> str:
-    """The prompt in colour, which the line editor is told not to count."""
+    """The prompt in colour; the line editor does not count the codes of the colour."""
     if "readline" not in sys.modules or not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
         return text
     return f"\001\033[1;36m\002{text}\001\033[0m\002"

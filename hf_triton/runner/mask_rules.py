@@ -47,7 +47,7 @@ class Rule(NamedTuple):
     ) -> torch.Tensor | None:
         """Which of a sequence's tokens `columns` those at `positions` see, `[positions, columns]` bool; None: all.
 
-        Whether it is all is told from positions: looking at the mask would make the host wait for the device.
+        Positions decide whether it is all: looking at the mask would make the host wait for the device.
 
         Args:
             positions: At least one.
