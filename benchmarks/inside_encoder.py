@@ -35,6 +35,7 @@ class LocalRequest(InferenceRequest):
     def inputs(self) -> dict[str, Array]:
         return self._inputs
 
+    @property
     def parameters(self) -> dict[str, object]:
         return {}
 

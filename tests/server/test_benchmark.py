@@ -67,3 +67,9 @@ def test_short_soak() -> None:
     options = ["--requests", "1000", "--samples", "4", "--allowed-kib", str(64 << 10)]
     run = subprocess.run([sys.executable, FOLDER / "soak.py", *options], capture_output=True, text=True, timeout=280)
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.mark.full
+def test_encoder_is_measured_beside_its_process() -> None:
+    sizes = ["--rounds", "1", "--texts", "2", "--requests", "130", "--seconds", "1"]
+    subprocess.run([sys.executable, FOLDER / "encoder_server.py", *sizes], check=True, timeout=240)
