@@ -74,8 +74,10 @@ def talk(session: Session, model: str | None, prompt: str | None = None) -> None
             session.answer(prompt)
         else:
             session.greet()
-            while (text := read_message()) is not None and session.handle(text):
-                pass
+            ends = (KeyboardInterrupt,) if sys.stdin.isatty() else ()  # a second Ctrl+C, before the prompt is back
+            with contextlib.suppress(*ends):
+                while (text := read_message()) is not None and session.handle(text):
+                    pass
     finally:
         session.close()
 
