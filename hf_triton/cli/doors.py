@@ -24,7 +24,7 @@ from hf_triton.cli.folders import (
     parse_message,
 )
 from hf_triton.errors import HfTritonError, SettingsError
-from hf_triton.hub.gguf import check_gguf, find_gguf
+from hf_triton.hub.gguf import CHAT_TEMPLATE, check_gguf, find_gguf
 from hf_triton.hub.resolve import Hub
 from hf_triton.protocol.task_declaration import TaskDeclaration
 from hf_triton.settings import MODEL_SETTINGS, ModelSettings
@@ -34,7 +34,6 @@ from hf_triton.tasks.registry import folder_task
 DOOR_FOLDER: Final = Path(hf_triton.__file__).parent / "stream_door" / "folder"
 MODEL_CLASS: Final = "TritonPythonModel"
 CHAT_TEMPLATES: Final = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
-GGUF_TEMPLATE: Final = "tokenizer.chat_template"
 MASK: Final = "[MASK]"
 OUR_MODULES: Final = ("hf_triton", "hf_triton.model")
 
@@ -106,7 +105,7 @@ def has_chat_template(folder: Path) -> bool:
         return True
     with contextlib.suppress(HfTritonError):  # the load says what is wrong
         if settings.tokenizer is None and (gguf := find_gguf(checkpoint, settings.gguf_file)):
-            return GGUF_TEMPLATE in check_gguf(checkpoint / gguf, settings.huggingface_model).values
+            return CHAT_TEMPLATE in check_gguf(checkpoint / gguf, settings.huggingface_model).values
     config = checkpoint / "tokenizer_config.json"
     is_inside = config.exists() and '"chat_template"' in config.read_text(encoding="utf-8", errors="replace")
     return is_inside or any((checkpoint / name).exists() for name in CHAT_TEMPLATES)

@@ -23,6 +23,9 @@ BESIDE_MODELS: Final = re.compile("mmproj|imatrix", re.IGNORECASE)
 PART: Final = re.compile(r"-\d+-of-(\d+)\.gguf$", re.IGNORECASE)
 SAFETENSORS: Final = {"model.safetensors", "model.safetensors.index.json"}
 PICKLES: Final = {"pytorch_model.bin", "pytorch_model.bin.index.json"}
+BLOCK: Final = re.compile(r"blk\.(\d{1,9})\.")
+ARCHITECTURE: Final = "general.architecture"
+CHAT_TEMPLATE: Final = "tokenizer.chat_template"
 MAX_HEADER_BYTES: Final = 64 << 20
 MAX_TENSORS: Final = 100_000
 """And keys."""
@@ -90,7 +93,8 @@ class GgufHeader:
 
     values: dict[str, Any] = field(default_factory=dict)
     """Keys and their values; those of arrays are None."""
-    num_tensors: int = 0
+    tensors: list[str] = field(default_factory=list)
+    """Their names."""
 
 
 def check_gguf(file: Path, name: str) -> GgufHeader:
@@ -131,17 +135,20 @@ def _read_header(file: Path) -> GgufHeader:
         raise ValueError(f"has version {version} of the format; versions 2 and 3 are read")
     if max(num_tensors, num_keys) > MAX_TENSORS:
         raise ValueError(f"has {num_tensors} tensors and {num_keys} keys by its header; {MAX_TENSORS} of each are read")
-    header = GgufHeader(num_tensors=num_tensors)
+    header = GgufHeader()
     for _ in range(num_keys):
         key, kind = cursor.text(), *cursor.take("I")
         header.values[key] = cursor.value(kind)
-    family = header.values.get("general.architecture")
-    if not isinstance(family, str):
-        raise ValueError("has no general.architecture in its header")
-    num_blocks = header.values.get(f"{family}.block_count")
-    if isinstance(num_blocks, int) and num_blocks > num_tensors:
-        raise ValueError(f"has {num_tensors} tensors, too few for the {num_blocks} blocks of its header")
-    ends = [cursor.tensor_end() for _ in range(num_tensors)]
+    if not isinstance(header.values.get(ARCHITECTURE), str):
+        raise ValueError(f"has no {ARCHITECTURE} in its header")
+    if not isinstance(header.values.get(CHAT_TEMPLATE, ""), str):
+        raise ValueError(f"has a {CHAT_TEMPLATE} that is no text in its header")
+    ends = []
+    for _ in range(num_tensors):
+        name, end = cursor.tensor()
+        header.tensors.append(name)
+        ends.append(end)
+    _check_blocks(header)
     alignment = header.values.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
         raise ValueError(f"has general.alignment {clip(alignment)}, which is no power of two")
@@ -150,6 +157,14 @@ def _read_header(file: Path) -> GgufHeader:
     if end > size:
         raise ValueError(f"has {size} bytes, and its tensors end at byte {end}")
     return header
+
+
+def _check_blocks(header: GgufHeader) -> None:
+    """Refuse a number of blocks that is not that of the tensors: a reader builds each, or passes over tensors."""
+    claimed = header.values.get(f"{header.values[ARCHITECTURE]}.block_count")
+    num_blocks = 1 + max((int(block[1]) for name in header.tensors if (block := BLOCK.match(name))), default=-1)
+    if isinstance(claimed, int) and (claimed > len(header.tensors) or claimed != (num_blocks or claimed)):
+        raise ValueError(f"has {len(header.tensors)} tensors of {num_blocks} blocks, and {claimed} by its header")
 
 
 class _Cursor:
@@ -190,8 +205,8 @@ class _Cursor:
             self.value(element)
         return None
 
-    def tensor_end(self) -> int:
-        """Read a tensor's entry; returns the byte behind its data, counted from the first tensor's."""
+    def tensor(self) -> tuple[str, int]:
+        """Read a tensor's entry: its name, and the byte behind its data, counted from where all data begin."""
         name, num_dimensions = self.text(), *self.take("I")
         if num_dimensions > MAX_DIMENSIONS:
             raise ValueError(f"has a tensor of {num_dimensions} dimensions, {clip(name)}")
@@ -201,4 +216,4 @@ class _Cursor:
         block, num_bytes = self._block_sizes[kind]
         if shape and shape[0] % block:
             raise ValueError(f"has the tensor {clip(name)} of rows of {shape[0]} values, in blocks of {block}")
-        return int(offset + math.prod(shape) // block * num_bytes)
+        return name, offset + math.prod(shape) // block * num_bytes

@@ -61,7 +61,7 @@ def explain_load(
             f"the pickle weights of {name} hold more than tensors, which can run code when they are read: do not use "
             "them; find safetensors",
         )
-    if family := re.search(r"GGUF model with architecture (\S+) is not supported", message):
+    if family := re.search(r"GGUF model with architecture (.+) is not supported", message):
         return _unsupported_gguf(name, family[1])
     if re.search(NEEDS_GPTQMODEL, message):
         return CheckpointError(

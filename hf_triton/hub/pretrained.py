@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import logging
 import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,11 +24,15 @@ from hf_triton.hub.load_failures import explain_load
 from hf_triton.hub.weights import check_weights
 from hf_triton.settings import TEXT_TO_TEXT, ModelSettings, TaskName
 
+logger = logging.getLogger(__name__)
+
 CHAT_TEMPLATE: Final = "chat_template.json"
 """Older image processors keep their chat template here, which tokenizers do not read."""
 GPU_PACKAGES: Final = "fla", "causal_conv1d", "mamba_ssm"
 """Kernels for hybrid and state-space models."""
 MAX_LABELS: Final = 1_000_000
+ROPE_SCALING: Final = "rope_f"
+"""The beginning of names of tensors that scale the rotation of positions: `rope_freqs`, `rope_factors_long`."""
 TOKENIZER: Final = "tokenizer.json"
 
 
@@ -70,7 +75,9 @@ def load_config(folder: Path, settings: ModelSettings) -> Any:
     from transformers import AutoConfig, GenerationConfig
 
     if gguf := gguf_of(folder, settings):
-        check_gguf(folder / gguf, settings.huggingface_model)
+        header = check_gguf(folder / gguf, settings.huggingface_model)
+        if unread := [name for name in header.tensors if name.startswith(ROPE_SCALING)]:
+            logger.warning("transformers does not read %s of %s: texts differ from the original's", unread[0], gguf)
         with loading(f"the header of {gguf}", settings, folder):
             return AutoConfig.from_pretrained(folder, gguf_file=gguf, local_files_only=True)
     _check_num_labels(folder, settings)

@@ -2,8 +2,9 @@
 """GGUF files of tiny checkpoints, written as llama.cpp's own converter writes them: its names, keys and permutation."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -27,7 +28,8 @@ def write_gguf(
     quant: str = "Q8_0",
     *,
     chat_template: str | None = TEMPLATE,
-    edit: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
+    family: str | None = None,
+    keys: Mapping[str, int | str] = MappingProxyType({}),
     **overrides: Any,
 ) -> Path:
     """Write a tiny model with random weights and its tokenizer.
@@ -37,14 +39,15 @@ def write_gguf(
         architecture: `llama` or `qwen3`.
         quant: The type of its matrices: `F32`, `F16`, `Q8_0`, `Q4_0`.
         chat_template: Jinja source for its metadata.
-        edit: Adds keys.
+        family: What it says that its architecture is.
+        keys: Values of its header in place of the right ones.
         **overrides: Of its config.
     """
     original = build_tiny_checkpoint(
         file.parent / f"{file.name}.original", architecture, **{**SIZES[architecture], **overrides}
     )
     config = json.loads((original / "config.json").read_text())
-    writer = gguf.GGUFWriter(file, architecture)
+    writer = gguf.GGUFWriter(file, family or architecture)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -55,7 +58,9 @@ def write_gguf(
     if architecture == "llama":
         writer.add_rope_dimension_count(config["hidden_size"] // config["num_attention_heads"])
     _add_tokenizer(writer, original, chat_template)
-    edit(writer)
+    for key, value in keys.items():
+        kind = gguf.GGUFValueType.STRING if isinstance(value, str) else gguf.GGUFValueType.UINT32
+        writer.kv_data[0][key] = gguf.GGUFValue(value, kind)
     _add_tensors(writer, original, config, architecture, quant)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
