@@ -28,7 +28,7 @@ ARCHITECTURE: Final = "general.architecture"
 CHAT_TEMPLATE: Final = "tokenizer.chat_template"
 MAX_HEADER_BYTES: Final = 64 << 20
 MAX_TENSORS: Final = 100_000
-"""And keys."""
+"""And as many keys."""
 MAX_ELEMENTS: Final = 1_500_000
 """Of all arrays together; a vocabulary of 262,144 tokens has 800,000."""
 MAX_DIMENSIONS: Final = 4
@@ -56,12 +56,12 @@ def choose_gguf(names: Iterable[str], wanted: str | None, *, allow_pickle: bool 
     Raises:
         CheckpointError: No file or more than one is meant, or one in parts.
     """
-    names = set(names)
-    files = sorted(name for name in names if name.lower().endswith(SUFFIX) and not BESIDE_MODELS.search(name))
+    names = {name for name in names if name.count("/") <= 1}
+    files = sorted(name for name in names if name.endswith(SUFFIX) and not BESIDE_MODELS.search(name))
     if wanted is None:
         others = SAFETENSORS | (PICKLES if allow_pickle else set())
         chosen = [] if others & names or len(files) != 1 else files
-    elif wanted in names:
+    elif wanted.endswith(SUFFIX) and wanted in names:
         chosen = [wanted]
     else:
         ending = re.compile(rf"(^|[-._/]){re.escape(wanted)}(-\d+-of-\d+)?\.gguf$", re.IGNORECASE)
@@ -188,7 +188,10 @@ class _Cursor:
         if length > len(self.blob) - self.offset:
             raise struct.error
         self.offset += length
-        return self.blob[self.offset - length : self.offset].decode(errors="replace")
+        try:
+            return self.blob[self.offset - length : self.offset].decode()
+        except UnicodeDecodeError:
+            raise ValueError("has a text in its header that is not UTF-8") from None
 
     def value(self, kind: int) -> Any:
         if kind == STRING:

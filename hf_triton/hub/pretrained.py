@@ -115,7 +115,7 @@ def load_tokenizer(folder: Path, settings: ModelSettings) -> Any:
     with loading(part, settings, folder):
         tokenizer = AutoTokenizer.from_pretrained(
             folder,
-            trust_remote_code=settings.trust_remote_code and not gguf,
+            trust_remote_code=settings.trust_remote_code,
             local_files_only=True,
             **({"gguf_file": gguf} if gguf else {}),
         )
@@ -171,8 +171,6 @@ def load_model(
 def _load_model(
     folder: Path, config: Any, settings: ModelSettings, device_map: Any, auto_class_name: str | None
 ) -> Any:
-    from transformers import GgufConfig
-
     auto_class = model_class(folder, config, settings, auto_class_name)
     if not settings.has_weights:
         import torch
@@ -192,8 +190,9 @@ def _load_model(
         "ignore_mismatched_sizes": True,  # `check_weights` refuses them, with our sentence
         "output_loading_info": True,
     }
-    gguf = gguf_of(folder, settings)
-    if gguf:
+    if gguf := gguf_of(folder, settings):
+        from transformers import GgufConfig
+
         # packed blocks would be computed by kernels that transformers fetches from the Hub
         arguments |= {"gguf_file": gguf, "quantization_config": GgufConfig(dequantize=True)}
     with (

@@ -152,7 +152,7 @@ def missing_files(folder: Path, spec: CheckpointSpec) -> list[str]:
             if find_gguf(folder, spec.gguf_file, allow_pickle=spec.allow_pickle) is not None:
                 return []
         except CheckpointError:  # more may be on the Hub
-            return [str(spec.gguf_file)]
+            return [spec.gguf_file or "GGUF file in one part"]
     missing = ["config.json"] if spec.needs_config and not (folder / "config.json").exists() else []
     if spec.needs_tokenizer and not any((folder / name).exists() for name in TOKENIZER_FILES):
         missing.append(TOKENIZER_FILES[0])

@@ -35,8 +35,9 @@ F32, Q8_0 = 0, 8
         (FILES[2:], None, "Tiny.F16.gguf"),
         ((*FILES[2:], "model.safetensors"), None, None),
         ((*FILES[2:], "pytorch_model.bin"), None, "Tiny.F16.gguf"),
-        (("Q2_K/Tiny-Q2_K.gguf", "Q3_K/Tiny-Q3_K.gguf"), "Q3_K", "Q3_K/Tiny-Q3_K.gguf"),
+        (("Q2_K", "Q3_K", "Q2_K/Tiny-Q2_K.gguf", "Q3_K/Tiny-Q3_K.gguf"), "Q3_K", "Q3_K/Tiny-Q3_K.gguf"),
         (("config.json",), None, None),
+        (("a/b/Tiny-Q8_0.gguf",), None, None),
     ],
 )
 def test_a_file_is_chosen_by_its_name_or_quantisation(
@@ -54,6 +55,7 @@ def test_a_file_is_chosen_by_its_name_or_quantisation(
         (("a-Q8_0.gguf", "b-Q8_0.gguf"), "Q8_0", "2 GGUF files have .* one of a-Q8_0.gguf, b-Q8_0.gguf$"),
         (PARTS, "BF16", "Big-BF16-00001-of-00002.gguf is one of 2 parts, and transformers reads one file"),
         (PARTS, PARTS[0], "is one of 2 parts"),
+        (("config.json", *FILES[1:2]), "config.json", "no GGUF file has the name or quantisation 'config.json'"),
         (("model.safetensors",), "Q8_0", "set gguf_file only for a repository or folder of them"),
         ([f"T-{n}.gguf" for n in range(30)], "Q8_0", "set gguf_file to one of .{100,200}, [.]{3}$"),
     ],
@@ -218,6 +220,7 @@ HOSTILE = {
         written((FAMILY, key(b"llama.block_count", UINT32, struct.pack("<I", 1))), (tensor(), tensor(name=b"blk.1.a"))),
         "has 2 tensors of 2 blocks, and 1 by its header",
     ),
+    "a key that is not UTF-8": (written((FAMILY, key(b"\xff", BOOL, b"\0"))), "has a text in its header that is not"),
     "a template of numbers": (
         written((FAMILY, key(b"tokenizer.chat_template", UINT32, bytes(4)))),
         "has a tokenizer.chat_template that is no text",
