@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from hf_triton.errors import CheckpointError, clip
+from hf_triton.hub.gguf import SUFFIX, list_files
 from hf_triton.hub.model_tables import tables_of_class, tables_of_family
 from hf_triton.hub.sentence_files import CROSS_ENCODER, GENERAL, MODULES, load_module_list, refusal
 
@@ -60,8 +61,11 @@ def describe_other_kind(folder: Path, names: Collection[str]) -> str | None:
             f"is an adapter{of}, not a whole model: set huggingface_model to its base model, and name the adapter in "
             "the setting adapters"
         )
-    if any(name.endswith(".gguf") for name in names):
-        return "has GGUF files, which llama.cpp reads: name the repository with the original safetensors"
+    if files := [name for name in names if name.endswith(SUFFIX)]:
+        return (
+            f"has GGUF files ({list_files(files)}): name one by its quantisation, `hf-triton serve NAME:Q4_K_M`, or by "
+            "the setting gguf_file"
+        )
     if "model_index.json" in names:
         return "is a pipeline of diffusers, which makes images: choose a model that generates text"
     if any(name.endswith(".onnx") for name in names):

@@ -75,5 +75,6 @@ def folder_task(
             )
         return own
     checkpoint = Hub(model_folder, settings, os.environ).find_config_folder()
-    name = settings.task or (checkpoint and find_task(checkpoint)) or "text-generation"
+    found = checkpoint and not settings.gguf_file and find_task(checkpoint)
+    name = settings.task or found or "text-generation"
     return encoder_task(name, None if checkpoint is None else find_way(checkpoint))
