@@ -86,6 +86,7 @@ TaskName = Literal[
     "fill-mask",
     "zero-shot-classification",
     "feature-extraction",
+    "sparse-embeddings",
     "tokenization",
     "summarization",
     "translation",
@@ -131,9 +132,9 @@ class ModelSettings(BaseModel):
     transformers' pipeline for that task, if there is one."""
 
     task: TaskName | None = None
-    """What the model does. By default what the checkpoint's files say: `embeddings` for models of
-    sentence-transformers and encoders without a head, otherwise what the model's head is for. `feature-extraction`,
-    `tokenization`, `zero-shot-classification`, `summarization`, `translation` and `text2text-generation` must be
+    """What the model does. By default what the checkpoint's files say: `embeddings` or `sparse-embeddings` for models
+    of sentence-transformers, `embeddings` for encoders without a head, otherwise what the model's head is for.
+    `feature-extraction`, `tokenization`, `zero-shot-classification`, `summarization`, `translation` and `text2text-generation` must be
     set."""
 
     revision: Annotated[str, annotated_types.MinLen(1)] = "main"

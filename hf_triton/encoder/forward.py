@@ -46,6 +46,7 @@ def build_forward(
     *,
     per_token: bool,
     reduce: Reduce | None = None,
+    merge: Reduce | None = None,
     pack_weights: Literal["auto"] | bool = False,
     way: Way | None = None,
     decoding: DecodingMode = "auto",
@@ -57,6 +58,8 @@ def build_forward(
         outputs: Names of the model's outputs, as `("start_logits", "end_logits")`.
         per_token: Whether an output has a row for each token.
         reduce: Applied on the device to each sequence's outputs in float32, for pooling.
+        merge: Joins what `reduce` gives of two parts of a sequence's tokens: a row with too many numbers is then
+            computed in parts.
         pack_weights: On a CPU, which linear layers get oneDNN's layout, see `accelerate`; the model is changed.
         way: None: what a probe finds, and `padded` for a graph, which was measured so when it was made.
         decoding: Whether a GPU's small rows are captured as graphs; `cuda_graphs` requires it.
@@ -82,7 +85,7 @@ def build_forward(
         return EncoderForward(model.base_model, ("last_hidden_state",), per_token=True, reduce=None, way=way)
 
     way = way or probe_way(model, build, build_base, per_token=per_token)
-    forward = EncoderForward(model, outputs, per_token=per_token, reduce=reduce, way=way)
+    forward = EncoderForward(model, outputs, per_token=per_token, reduce=reduce, way=way, merge=merge)
     if way == "packed" and forward.device.type == "cuda":
         forward(inputs * (1 + WARM_UP_TOKENS // sum(len(each.ids) for each in inputs)))
     capture_forwards(decoding, forward.device, lambda: forward.capture(inputs))
@@ -98,18 +101,27 @@ class EncoderForward:
         per_token: Whether an output has a row for each token.
         reduce: Applied on the device to each sequence's outputs in float32, for pooling.
         way: How sequences share a forward, see `probe_way`.
+        merge: See `build_forward`.
 
     Raises:
         NotPackableError: `way` is `packed`, and the model takes no position ids.
     """
 
     def __init__(
-        self, model: Any, outputs: tuple[str, ...], *, per_token: bool, reduce: Reduce | None, way: Way
+        self,
+        model: Any,
+        outputs: tuple[str, ...],
+        *,
+        per_token: bool,
+        reduce: Reduce | None,
+        way: Way,
+        merge: Reduce | None = None,
     ) -> None:
         self._model = model
         self._outputs = outputs
         self._per_token = per_token
         self._reduce = reduce
+        self._merge = merge
         self.way: Way = way
         self.device: torch.device = model.get_input_embeddings().weight.device
         self._takes_types = "token_type_ids" in inspect.signature(model.forward).parameters
@@ -124,7 +136,9 @@ class EncoderForward:
         self._max_states = MAX_STATES_TOKENS.get(self.device.type, MAX_STATES_TOKENS["cuda"])
         self._max_positions = max_positions(model)
         head = model.get_output_embeddings()
-        self._width: int = 1024 if head is None else head.weight.shape[0]
+        width = 1024 if head is None else head.weight.shape[0]
+        self._max_outputs: int = max(MAX_OUTPUTS // width, 1)
+        """Tokens whose outputs are computed together."""
         self._num_types: int = getattr(model.config, "type_vocab_size", None) or 2**31
         self._num_ids: int = model.get_input_embeddings().weight.shape[0]
 
@@ -138,6 +152,9 @@ class EncoderForward:
         results: list[torch.Tensor | None] = [None] * len(inputs)
         for batch in self._split(inputs, order):
             members = [inputs[index] for index in batch]
+            if self._base and self._merge and sum(map(_num_wanted, members)) > self._max_outputs:
+                results[batch[0]] = self._in_parts(self._base, *members)
+                continue
             outputs = self._packed(self._base, members) if self._base else self._padded(members)
             for index, output in zip(batch, outputs, strict=True):
                 results[index] = self._finish(output)
@@ -195,10 +212,10 @@ class EncoderForward:
         if self.way == "alone":
             return [[index] for index in order]
         if self.way == "padded":
-            return list(split(order, lengths, max_padded=self._max_padded, max_padding=self._max_padding))
+            max_padded = min(self._max_padded, self._max_outputs) if self._per_token else self._max_padded
+            return list(split(order, lengths, max_padded=max_padded, max_padding=self._max_padding))
         if self._per_token:
-            counts = [len(wanted_positions(each)) for each in inputs]
-            return list(split(order, counts, max_total=MAX_OUTPUTS // self._width))
+            return list(split(order, list(map(_num_wanted, inputs)), max_total=self._max_outputs))
         return list(split(order, lengths, max_padded=self._max_states))
 
     def _packed(self, base: PackedBase, inputs: list[EncoderInput]) -> list[torch.Tensor]:
@@ -206,10 +223,22 @@ class EncoderForward:
         with base.running(row):
             if self._per_token:
                 outputs = self._run(row.ids, row.type_ids, None)[:, 0]
-                parts = torch.split(outputs, [len(wanted_positions(each)) for each in inputs], dim=1)
+                parts = torch.split(outputs, list(map(_num_wanted, inputs)), dim=1)
             else:
                 parts = self._run(*pad_batch(inputs, base.pad_id, self.device)).unbind(1)
         return [self._unstack(part) for part in parts]
+
+    def _in_parts(self, base: PackedBase, each: EncoderInput) -> torch.Tensor:
+        """What `reduce` gives of one sequence whose outputs are too many at once: the head computes parts of them."""
+        row = pack_row([each], base.position_ids, self.device)
+        kept = torch.arange(len(each.ids), device=self.device) if row.kept is None else row.kept
+        merged: torch.Tensor | None = None
+        with base.running(row):
+            for row.kept in kept.split(self._max_outputs):
+                part = self._finish(self._unstack(self._run(row.ids, row.type_ids, None)[:, 0]))
+                merged = part if merged is None or self._merge is None else self._merge(merged, part)
+        assert merged is not None
+        return merged
 
     def _padded(self, inputs: list[EncoderInput]) -> list[torch.Tensor]:
         if self._begins_anew:
@@ -232,6 +261,10 @@ class EncoderForward:
     def _finish(self, output: torch.Tensor) -> torch.Tensor:
         output = output.float()
         return output if self._reduce is None else self._reduce(output).float()
+
+
+def _num_wanted(each: EncoderInput) -> int:
+    return len(wanted_positions(each))
 
 
 def _make_no_cache(model: Any) -> None:

@@ -96,8 +96,10 @@ class PackedBase:
         if input_ids is None or args:
             raise NotPackableError("the head calls the base without ids, or with positional arguments")
         given = {name: value for name, value in kwargs.items() if value is not None and name not in OWN}
-        output = self._replay(row) or self._run(row.packed, row.ids, row.position_ids, row.type_ids, **given)
-        states = output.last_hidden_state
+        if row.computed is None:
+            output = self._replay(row) or self._run(row.packed, row.ids, row.position_ids, row.type_ids, **given)
+            row.computed = output, output.last_hidden_state
+        output, states = row.computed
         if self._per_token:
             output.last_hidden_state = states if row.kept is None else states[:, row.kept.to(states.device)]
             return output

@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +34,8 @@ class EncoderRow:
     type_ids: torch.Tensor | None
     kept: torch.Tensor | None
     """Indices of the tokens whose outputs are wanted; None: all."""
+    computed: tuple[Any, torch.Tensor] | None = None
+    """The outputs of the model's base, and the states `[1, tokens, size]` in it, for a head that comes again."""
 
     def pad(self, states: torch.Tensor) -> torch.Tensor:
         """Give each sequence a row of its own: `[1, tokens, size]` to `[sequences, longest, size]`, zeros elsewhere."""

@@ -263,6 +263,7 @@ def build_task_engine(
         task.model_outputs,
         per_token=task.per_token,
         reduce=task.reduce,
+        merge=task.merge,
         max_batch_tokens=settings.max_batch_tokens,
         pack_weights=settings.pack_weights,
         keeps_dtype=settings.dtype != "auto",
