@@ -125,9 +125,9 @@ def declared_task(
         LoadError: They cannot be.
     """
     from hf_triton.hub.resolve import Hub
-    from hf_triton.tasks.registry import folder_task
+    from hf_triton.tasks.registry import VARIANTS, folder_task
 
-    if own is None and settings.task is None:
+    if own is None and settings.task in (None, *(task for task, _ in VARIANTS)):
         Hub(model_folder, settings, os.environ).fetch_config()
     task = folder_task(own, settings, model_folder)
     return None if task is None else task.declaration

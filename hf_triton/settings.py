@@ -134,8 +134,8 @@ class ModelSettings(BaseModel):
     task: TaskName | None = None
     """What the model does. By default what the checkpoint's files say: `embeddings` or `sparse-embeddings` for models
     of sentence-transformers, `embeddings` for encoders without a head, otherwise what the model's head is for.
-    `feature-extraction`, `tokenization`, `zero-shot-classification`, `summarization`, `translation` and `text2text-generation` must be
-    set."""
+    `feature-extraction`, `tokenization`, `zero-shot-classification`, `summarization`, `translation` and
+    `text2text-generation` must be set."""
 
     revision: Annotated[str, annotated_types.MinLen(1)] = "main"
     """Branch, tag or commit of the model on the Hub. Only a 40-digit commit never changes."""

@@ -84,7 +84,7 @@ class Measured:
         self._max_length: int = task.max_length
         encoded = [task.to_input(task.tokenize(text, truncate=True)) for text in texts]
         # A masked-language head is asked for the masks alone.
-        self._positions = [1] if task.auto_class == "AutoModelForMaskedLM" else None
+        self._positions = [1] if task.declaration.name == "fill-mask" else None
         self._kind = "vectors" if task.auto_class == "AutoModel" else "logits"
         self._has_types = encoded[0].type_ids is not None
         self._inputs = [self._input(each.ids) for each in encoded]

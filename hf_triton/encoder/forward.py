@@ -234,7 +234,7 @@ class EncoderForward:
         kept = torch.arange(len(each.ids), device=self.device) if row.kept is None else row.kept
         merged: torch.Tensor | None = None
         with base.running(row):
-            for row.kept in kept.split(self._max_outputs):
+            for row.kept in torch.split(kept, self._max_outputs):
                 part = self._finish(self._unstack(self._run(row.ids, row.type_ids, None)[:, 0]))
                 merged = part if merged is None or self._merge is None else self._merge(merged, part)
         assert merged is not None

@@ -102,9 +102,7 @@ def find_tasks(folder: Path) -> list[str]:
 
 
 def find_way(folder: Path) -> Literal["generative", "pooled", "lexical"] | None:
-    """How a checkpoint does its task: by a model that generates, by a cross-encoder's pooled vector, by weights of the
-    text's own tokens, or by its head.
-    """
+    """How a checkpoint does its task: by a model that generates, a pooled vector, its text's tokens, or its head."""
     if _tasks_of_architectures(_read_object(folder / "config.json"))[:1] == ["text-generation"]:
         return "generative"
     kind = _read_object(folder / GENERAL).get("model_type")

@@ -18,8 +18,8 @@ from typing import Any, Final
 from hf_triton.errors import CheckpointError, LoadError, clip
 from hf_triton.hub.imports import hidden
 from hf_triton.hub.kind import find_tasks
-from hf_triton.hub.sentence_modules import SPARSE_LINEAR
 from hf_triton.hub.load_failures import explain_load
+from hf_triton.hub.sentence_modules import SPARSE_LINEAR
 from hf_triton.hub.weights import check_weights
 from hf_triton.settings import TEXT_TO_TEXT, ModelSettings, TaskName
 

@@ -195,8 +195,8 @@ def load_logit_score(folder: Path) -> LogitScore | None:
 class SparseModules:
     """How sparse vectors are made; by default of a plain checkpoint."""
 
-    general: GeneralConfig = GeneralConfig()
-    transformer: TransformerConfig = TransformerConfig()
+    general: GeneralConfig = field(default_factory=GeneralConfig)
+    transformer: TransformerConfig = field(default_factory=TransformerConfig)
     pooling: Literal["max", "sum"] = "max"
     """Over a text's tokens."""
     activation: Literal["relu", "log1p_relu"] = "relu"
@@ -213,14 +213,16 @@ def load_sparse_modules(folder: Path) -> SparseModules:
         return SparseModules()
     with reading():
         general = load_general_config(folder)
+        if general.max_active_dims is not None and general.max_active_dims < 1:
+            raise invalid(f"max_active_dims is {general.max_active_dims}, which keeps nothing")
         modules = load_module_list(folder)
         kinds = [kind for kind, _ in modules]
         if sparse_linear_file(folder) is not None:
             return SparseModules(general, load_transformer_config(folder))
         if kinds != ["Transformer", "SpladePooling"]:
             raise unsupported(
-                f"has the modules {', '.join(kinds)} and no {SPARSE_LINEAR[-1]}; sparse vectors are made by Transformer "
-                "and SpladePooling, or with that file: set task to embeddings, or choose another model"
+                f"has the modules {', '.join(kinds)} and no {SPARSE_LINEAR[-1]}; sparse vectors are made by "
+                "Transformer and SpladePooling, or with that file: set task to embeddings, or choose another model"
             )
         transformer = load_transformer_config(folder, "fill-mask")
         if transformer.task != "fill-mask" or transformer.message_format is not None:

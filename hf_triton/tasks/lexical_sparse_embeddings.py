@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparse embeddings of models such as bge-m3, which weigh the tokens of the text itself: FlagEmbedding's lexical weights.
+"""Sparse embeddings of models such as bge-m3, which weigh the text's own tokens: FlagEmbedding's lexical weights.
 
 The layer that weighs stands in a file beside the model, `sparse_linear.safetensors` or `sparse_linear.pt`.
 """
