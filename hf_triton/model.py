@@ -231,7 +231,7 @@ def start_encoder(
     check_encoder_hooks(hooks, task_class.declaration.name)
     hub = Hub(Path(args["model_repository"]), settings, os.environ)
     checkpoint = load(hooks, hub, settings, args, task_class.auto_class)
-    return build_encoder_service(task_class, checkpoint, settings, on_fatal=stop_server, meter=meter)
+    return build_encoder_service(task_class, checkpoint, settings, on_fatal=stop_server, meter=meter, hub=hub)
 
 
 def load(

@@ -312,6 +312,8 @@ class ModelSettings(BaseModel):
             raise ValueError("quantization_config needs real weights: leave it out, or set load_format to auto")
         if self.runtime == "torch" and self.precision != "float32":
             raise ValueError("precision is that of a graph: set runtime to onnx, or dtype in place of precision")
+        if self.runtime != "torch" and self.adapters:
+            raise ValueError(f"runtime {self.runtime} computes a graph, which takes no adapters: set runtime to torch")
         if self.runtime != "torch" and (self.load_format, self.dtype, self.quantization_config) != ("auto", "auto", {}):
             raise ValueError(
                 f"runtime {self.runtime} computes a graph, whose numbers are fixed: leave out load_format, dtype and "

@@ -23,6 +23,7 @@ from hf_triton.engine.decoding import DecodingMode
 from hf_triton.engine.types import EngineLoad
 from hf_triton.engine.worker import Worker
 from hf_triton.errors import GenerationError, HfTritonError
+from hf_triton.runner.adapters import Adapters
 from hf_triton.runner.dtypes import serving_dtype
 from hf_triton.runner.faults import error_outcome, is_fatal, is_memory, kind
 
@@ -44,6 +45,7 @@ def build_encoder(
     per_token: bool,
     reduce: Reduce | None = None,
     merge: Reduce | None = None,
+    adapters: Adapters | None = None,
     max_batch_tokens: int | None = None,
     pack_weights: Literal["auto"] | bool = "auto",
     keeps_dtype: bool = False,
@@ -59,6 +61,7 @@ def build_encoder(
         per_token: Whether an output has a row for each token.
         reduce: Applied on the device to each sequence's outputs in float32, for pooling.
         merge: See `build_forward`.
+        adapters: The model's LoRA adapters, none of them loaded yet; None: it has none.
         max_batch_tokens: The most tokens of a forward, but for a longer sequence alone; None: the device's default.
         pack_weights: On a CPU, which linear layers get the layout that oneDNN computes with, in half the time; `auto`
             packs those that are faster so, by timing each shape.
@@ -78,6 +81,7 @@ def build_encoder(
         per_token=per_token,
         reduce=reduce,
         merge=merge,
+        adapters=adapters,
         pack_weights=pack_weights,
         way=way,
         decoding=decoding,

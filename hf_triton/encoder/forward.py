@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Final, Literal
 
@@ -17,6 +18,7 @@ from hf_triton.encoder.probe import MAX_CONTEXT, Way, probe_inputs, probe_way
 from hf_triton.encoder.types import EncoderInput
 from hf_triton.engine.decoding import DecodingMode, capture_forwards
 from hf_triton.errors import HfTritonError, RequestError
+from hf_triton.runner.adapters import Adapters
 from hf_triton.runner.calling import begin_anew
 from hf_triton.runner.cpu import accelerate_encoder
 from hf_triton.runner.cuda import fuse
@@ -47,6 +49,7 @@ def build_forward(
     per_token: bool,
     reduce: Reduce | None = None,
     merge: Reduce | None = None,
+    adapters: Adapters | None = None,
     pack_weights: Literal["auto"] | bool = False,
     way: Way | None = None,
     decoding: DecodingMode = "auto",
@@ -60,6 +63,7 @@ def build_forward(
         reduce: Applied on the device to each sequence's outputs in float32, for pooling.
         merge: Joins what `reduce` gives of two parts of a sequence's tokens: a row with too many numbers is then
             computed in parts.
+        adapters: The model's LoRA adapters; None: it has none.
         pack_weights: On a CPU, which linear layers get oneDNN's layout, see `accelerate`; the model is changed.
         way: None: what a probe finds, and `padded` for a graph, which was measured so when it was made.
         decoding: Whether a GPU's small rows are captured as graphs; `cuda_graphs` requires it.
@@ -85,7 +89,9 @@ def build_forward(
         return EncoderForward(model.base_model, ("last_hidden_state",), per_token=True, reduce=None, way=way)
 
     way = way or probe_way(model, build, build_base, per_token=per_token)
-    forward = EncoderForward(model, outputs, per_token=per_token, reduce=reduce, way=way, merge=merge)
+    forward = EncoderForward(
+        model, outputs, per_token=per_token, reduce=reduce, way=way, merge=merge, adapters=adapters
+    )
     if way == "packed" and forward.device.type == "cuda":
         forward(inputs * (1 + WARM_UP_TOKENS // sum(len(each.ids) for each in inputs)))
     capture_forwards(decoding, forward.device, lambda: forward.capture(inputs))
@@ -102,6 +108,7 @@ class EncoderForward:
         reduce: Applied on the device to each sequence's outputs in float32, for pooling.
         way: How sequences share a forward, see `probe_way`.
         merge: See `build_forward`.
+        adapters: See `build_forward`.
 
     Raises:
         NotPackableError: `way` is `packed`, and the model takes no position ids.
@@ -116,12 +123,14 @@ class EncoderForward:
         reduce: Reduce | None,
         way: Way,
         merge: Reduce | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         self._model = model
         self._outputs = outputs
         self._per_token = per_token
         self._reduce = reduce
         self._merge = merge
+        self._adapters = adapters
         self.way: Way = way
         self.device: torch.device = model.get_input_embeddings().weight.device
         self._takes_types = "token_type_ids" in inspect.signature(model.forward).parameters
@@ -220,7 +229,7 @@ class EncoderForward:
 
     def _packed(self, base: PackedBase, inputs: list[EncoderInput]) -> list[torch.Tensor]:
         row = pack_row(inputs, base.position_ids, self.device)
-        with base.running(row):
+        with base.running(row), self._adapters_of(inputs):
             if self._per_token:
                 outputs = self._run(row.ids, row.type_ids, None)[:, 0]
                 parts = torch.split(outputs, list(map(_num_wanted, inputs)), dim=1)
@@ -233,7 +242,7 @@ class EncoderForward:
         row = pack_row([each], base.position_ids, self.device)
         kept = torch.arange(len(each.ids), device=self.device) if row.kept is None else row.kept
         merged: torch.Tensor | None = None
-        with base.running(row):
+        with base.running(row), self._adapters_of([each]):
             for row.kept in torch.split(kept, self._max_outputs):
                 part = self._finish(self._unstack(self._run(row.ids, row.type_ids, None)[:, 0]))
                 merged = part if merged is None or self._merge is None else self._merge(merged, part)
@@ -243,10 +252,30 @@ class EncoderForward:
     def _padded(self, inputs: list[EncoderInput]) -> list[torch.Tensor]:
         if self._begins_anew:
             begin_anew(self._model, 1, self.device)
-        rows = self._run(*pad_batch(inputs, self._pad_id, self.device)).unbind(1)
+        with self._adapters_of(inputs):
+            rows = self._run(*pad_batch(inputs, self._pad_id, self.device)).unbind(1)
         if self._per_token:
             rows = tuple(_wanted(row, each) for row, each in zip(rows, inputs, strict=True))
         return [self._unstack(row) for row in rows]
+
+    def _adapters_of(self, inputs: list[EncoderInput]) -> AbstractContextManager[None]:
+        """For a forward: the adapters of sequences, which are sorted by length if they are packed."""
+        adapters, chosen = self._adapters, [each.adapter for each in inputs]
+        if adapters is None:
+            return nullcontext()
+        if self._base is None or not any(chosen):
+            return adapters.choose(chosen if any(chosen) else None)
+        keys = [adapter.key if adapter else None for adapter in chosen]
+
+        def repeated(counts: list[int]) -> list[str | None]:
+            return [key for key, count in zip(keys, counts, strict=True) for _ in range(count)]
+
+        tokens = repeated([len(each.ids) for each in inputs])
+        if self._per_token:
+            head = [repeated(list(map(_num_wanted, inputs)))]
+        else:
+            head = [keys, repeated([len(inputs[-1].ids)] * len(inputs))]
+        return adapters.choose_tokens(tokens, tokens[:1], *head)  # a pooler sees the first token of the whole row
 
     def _run(self, ids: torch.Tensor, type_ids: torch.Tensor | None, mask: torch.Tensor | None) -> torch.Tensor:
         """The named outputs, stacked, `[outputs, rows, ...]`."""

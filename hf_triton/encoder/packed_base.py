@@ -157,7 +157,7 @@ class PackedBase:
     def _replay(self, row: EncoderRow) -> Any:
         """The same outputs by a graph; None: it has none for the row."""
         type_ids = row.type_ids if self._takes_types else None
-        if self._graphs is None or (type_ids is not None and not self._has_types):
+        if self._graphs is None or row.has_adapters or (type_ids is not None and not self._has_types):
             return None
         step = row.packed.step
         graph = self._graphs.find(step.num_tokens, len(step.ranges), 0, 0)

@@ -34,6 +34,8 @@ class EncoderRow:
     type_ids: torch.Tensor | None
     kept: torch.Tensor | None
     """Indices of the tokens whose outputs are wanted; None: all."""
+    has_adapters: bool = False
+    """Whether a sequence has an adapter."""
     computed: tuple[Any, torch.Tensor] | None = None
     """The outputs of the model's base, and the states `[1, tokens, size]` in it, for a head that comes again."""
 
@@ -66,7 +68,8 @@ def pack_row(inputs: list[EncoderInput], position_ids: PositionIds | None, devic
     if any(each.type_ids is not None for each in inputs):
         row = np.fromiter(itertools.chain.from_iterable(map(_type_ids, inputs)), np.int64, step.num_tokens)
         types = array_to_device(row, device)[None]
-    return EncoderRow(PackedRow(step), ids[None], places[None], types, None if kept is None else rows)
+    has_adapters = any(each.adapter for each in inputs)
+    return EncoderRow(PackedRow(step), ids[None], places[None], types, None if kept is None else rows, has_adapters)
 
 
 def pad_batch(

@@ -86,6 +86,10 @@ class TaskOptions(BaseModel):
     """Whether a text that is longer than the model's context is cut at its end; otherwise it is refused. By default the
     folder's setting `truncate`."""
 
+    lora_name: str | None = None
+    """Name of the LoRA adapter to compute with, of the setting `adapters` or the folder's `adapters/`. By default, and
+    if empty, none."""
+
 
 @dataclass(frozen=True)
 class TaskDeclaration:
