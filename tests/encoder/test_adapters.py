@@ -14,9 +14,8 @@ from hf_triton.encoder.probe import Way
 from hf_triton.encoder.types import EncoderInput
 from hf_triton.errors import CheckpointError
 from hf_triton.runner.adapters import Adapters
-from tests.support.adapters import wrap
+from tests.support.adapters import save_lora, wrap
 from tests.support.encoders import HEADS, build_model, expected_outputs, random_inputs
-from tests.support.sentence_checkpoints import quietly
 
 LENGTHS = [7, 30, 2, 7, 12, 30, 3, 7]
 CHOSEN = (0, 1, 2, 0, 2, 1, None, None)
@@ -35,20 +34,6 @@ CASES = [
     ("bert", "tokens"),
     ("bert", "masks"),
 ]
-
-
-def save_lora(model: Any, folder: Path, seed: int, **config: Any) -> Path:
-    """An adapter with random weights, as peft saves it."""
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(seed)
-    with quietly():
-        adapted = get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, **config))
-        for name, weights in adapted.named_parameters():
-            if weights.requires_grad and "lora_" not in name:  # those that begin as the base model's
-                weights.data += torch.randn_like(weights) * weights.std()
-        adapted.save_pretrained(str(folder))
-    return folder
 
 
 def targets_of(family: str) -> dict[str, Any]:
