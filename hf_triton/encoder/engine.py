@@ -23,7 +23,6 @@ from hf_triton.engine.decoding import DecodingMode
 from hf_triton.engine.types import EngineLoad
 from hf_triton.engine.worker import Worker
 from hf_triton.errors import GenerationError, HfTritonError
-from hf_triton.runner.adapters import Adapters
 from hf_triton.runner.dtypes import serving_dtype
 from hf_triton.runner.faults import error_outcome, is_fatal, is_memory, kind
 
@@ -45,7 +44,7 @@ def build_encoder(
     per_token: bool,
     reduce: Reduce | None = None,
     merge: Reduce | None = None,
-    adapters: Adapters | None = None,
+    takes_adapters: bool = False,
     max_batch_tokens: int | None = None,
     pack_weights: Literal["auto"] | bool = "auto",
     keeps_dtype: bool = False,
@@ -61,7 +60,7 @@ def build_encoder(
         per_token: Whether an output has a row for each token.
         reduce: Applied on the device to each sequence's outputs in float32, for pooling.
         merge: See `build_forward`.
-        adapters: The model's LoRA adapters, none of them loaded yet; None: it has none.
+        takes_adapters: Whether LoRA adapters may be loaded, into the engine's `adapters`.
         max_batch_tokens: The most tokens of a forward, but for a longer sequence alone; None: the device's default.
         pack_weights: On a CPU, which linear layers get the layout that oneDNN computes with, in half the time; `auto`
             packs those that are faster so, by timing each shape.
@@ -81,7 +80,7 @@ def build_encoder(
         per_token=per_token,
         reduce=reduce,
         merge=merge,
-        adapters=adapters,
+        takes_adapters=takes_adapters,
         pack_weights=pack_weights,
         way=way,
         decoding=decoding,
@@ -122,6 +121,8 @@ class EncoderEngine(Worker[EncoderGroup]):
         """The same, but for what the memory had no room for lately."""
         self.way: Way = forward.way
         """How sequences share a forward."""
+        self.adapters = forward.adapters
+        """The model's LoRA adapters; None: it takes none."""
         self._forward = forward
         self._running: list[Job] = []
         self.thread.start()

@@ -18,7 +18,7 @@ from hf_triton.encoder.probe import MAX_CONTEXT, Way, probe_inputs, probe_way
 from hf_triton.encoder.types import EncoderInput
 from hf_triton.engine.decoding import DecodingMode, capture_forwards
 from hf_triton.errors import HfTritonError, RequestError
-from hf_triton.runner.adapters import Adapters
+from hf_triton.runner.adapters import Adapter, Adapters
 from hf_triton.runner.calling import begin_anew
 from hf_triton.runner.cpu import accelerate_encoder
 from hf_triton.runner.cuda import fuse
@@ -49,7 +49,7 @@ def build_forward(
     per_token: bool,
     reduce: Reduce | None = None,
     merge: Reduce | None = None,
-    adapters: Adapters | None = None,
+    takes_adapters: bool = False,
     pack_weights: Literal["auto"] | bool = False,
     way: Way | None = None,
     decoding: DecodingMode = "auto",
@@ -63,7 +63,7 @@ def build_forward(
         reduce: Applied on the device to each sequence's outputs in float32, for pooling.
         merge: Joins what `reduce` gives of two parts of a sequence's tokens: a row with too many numbers is then
             computed in parts.
-        adapters: The model's LoRA adapters; None: it has none.
+        takes_adapters: Whether LoRA adapters may be loaded, into the forward's `adapters`.
         pack_weights: On a CPU, which linear layers get oneDNN's layout, see `accelerate`; the model is changed.
         way: None: what a probe finds, and `padded` for a graph, which was measured so when it was made.
         decoding: Whether a GPU's small rows are captured as graphs; `cuda_graphs` requires it.
@@ -89,6 +89,7 @@ def build_forward(
         return EncoderForward(model.base_model, ("last_hidden_state",), per_token=True, reduce=None, way=way)
 
     way = way or probe_way(model, build, build_base, per_token=per_token)
+    adapters = Adapters(model, outputs[0], mixes=way == "packed") if takes_adapters else None
     forward = EncoderForward(
         model, outputs, per_token=per_token, reduce=reduce, way=way, merge=merge, adapters=adapters
     )
@@ -108,7 +109,7 @@ class EncoderForward:
         reduce: Applied on the device to each sequence's outputs in float32, for pooling.
         way: How sequences share a forward, see `probe_way`.
         merge: See `build_forward`.
-        adapters: See `build_forward`.
+        adapters: The model's LoRA adapters; None: it takes none.
 
     Raises:
         NotPackableError: `way` is `packed`, and the model takes no position ids.
@@ -130,7 +131,7 @@ class EncoderForward:
         self._per_token = per_token
         self._reduce = reduce
         self._merge = merge
-        self._adapters = adapters
+        self.adapters = adapters
         self.way: Way = way
         self.device: torch.device = model.get_input_embeddings().weight.device
         self._takes_types = "token_type_ids" in inspect.signature(model.forward).parameters
@@ -222,7 +223,11 @@ class EncoderForward:
             return [[index] for index in order]
         if self.way == "padded":
             max_padded = min(self._max_padded, self._max_outputs) if self._per_token else self._max_padded
-            return list(split(order, lengths, max_padded=max_padded, max_padding=self._max_padding))
+            return [
+                batch
+                for own in _by_adapter(inputs, order)
+                for batch in split(own, lengths, max_padded=max_padded, max_padding=self._max_padding)
+            ]
         if self._per_token:
             return list(split(order, list(map(_num_wanted, inputs)), max_total=self._max_outputs))
         return list(split(order, lengths, max_padded=self._max_states))
@@ -259,12 +264,12 @@ class EncoderForward:
         return [self._unstack(row) for row in rows]
 
     def _adapters_of(self, inputs: list[EncoderInput]) -> AbstractContextManager[None]:
-        """For a forward: the adapters of sequences, which are sorted by length if they are packed."""
-        adapters, chosen = self._adapters, [each.adapter for each in inputs]
+        """For a forward: the adapters of sequences, sorted by length; those of a padded batch have the same."""
+        adapters, chosen = self.adapters, [each.adapter for each in inputs]
         if adapters is None:
             return nullcontext()
         if self._base is None or not any(chosen):
-            return adapters.choose(chosen if any(chosen) else None)
+            return adapters.choose(chosen[:1])
         keys = [adapter.key if adapter else None for adapter in chosen]
 
         def repeated(counts: list[int]) -> list[str | None]:
@@ -290,6 +295,14 @@ class EncoderForward:
     def _finish(self, output: torch.Tensor) -> torch.Tensor:
         output = output.float()
         return output if self._reduce is None else self._reduce(output).float()
+
+
+def _by_adapter(inputs: list[EncoderInput], order: list[int]) -> list[list[int]]:
+    """Sequences of each adapter: a layer of a padded batch may see what its rows share (DeBERTa's positions)."""
+    groups: dict[Adapter | None, list[int]] = {}
+    for index in order:
+        groups.setdefault(inputs[index].adapter, []).append(index)
+    return list(groups.values())
 
 
 def _num_wanted(each: EncoderInput) -> int:

@@ -50,6 +50,7 @@ class PackedBase:
         if "position_ids" not in names:
             raise NotPackableError("the model takes no position ids")
         self._takes_types = "token_type_ids" in names
+        self._pools_first_state = isinstance(getattr(self._base, "pooler", None), torch.nn.Linear)  # ALBERT
         self._graphs: StepGraphs | None = None
         self._output_class: Any = None
         """Of the base, for states that a graph has computed."""
@@ -125,10 +126,10 @@ class PackedBase:
     def _pool(self, states: torch.Tensor) -> torch.Tensor:
         """The base's pooler on padded states `[sequences, longest, size]`."""
         pooler = self._base.pooler
-        if not isinstance(pooler, torch.nn.Linear):
+        if not self._pools_first_state:
             pooled: torch.Tensor = pooler(states)
             return pooled
-        activation = getattr(self._base, "pooler_activation", torch.nn.Identity())  # ALBERT
+        activation = getattr(self._base, "pooler_activation", torch.nn.Identity())
         activated: torch.Tensor = activation(pooler(states[:, 0]))
         return activated
 

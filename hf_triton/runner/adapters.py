@@ -59,11 +59,13 @@ class Adapters:
     Args:
         model: A transformers model in eval mode. An adapter that is active in it already belongs to rows without one.
         output: The name of the output by which an adapter is tried.
+        mixes: Whether a forward may have rows of several adapters; an adapter that cannot be one of them is refused.
     """
 
-    def __init__(self, model: Any, output: str = "logits") -> None:
+    def __init__(self, model: Any, output: str = "logits", *, mixes: bool = True) -> None:
         self._model = model
         self._output = output
+        self._mixes = mixes
         self._plain = _active_adapter(model)
         self._names = AdapterNames(model, self._plain)
         self._lock = threading.Lock()
@@ -217,7 +219,7 @@ class Adapters:
 
     @torch.inference_mode()
     def _try_out(self, adapter: Adapter) -> None:
-        """Compare a row with this adapter and one without, side by side, with each of them alone.
+        """Compare a row with this adapter and one without, side by side, with each of them alone, if they may meet.
 
         Raises:
             CheckpointError: They differ.
@@ -226,13 +228,15 @@ class Adapters:
         token_ids = torch.arange(NUM_TRIAL_TOKENS, device=embedding.device)[None] % embedding.shape[0]
         with self._names.of_rows([adapter.key]):
             alone = self._compute(token_ids)
+        if not bool(alone.isfinite().all()):
+            refuse("makes NaN or infinite numbers of the model's outputs")
+        if not self._mixes:
+            return
         rows = [None, adapter.key]
         tokens = [key for key in rows for _ in range(NUM_TRIAL_TOKENS)]
         with self._names.of_tokens(tokens, rows):  # as in a packed step, where attention keeps sequences apart
             beside = self._compute(token_ids.expand(2, -1))
         alone = torch.cat([self._compute(token_ids), alone])
-        if not bool(alone.isfinite().all()):
-            refuse("makes NaN or infinite numbers of the model's outputs")
         if not agree(alone, beside, alone.dtype):
             refuse("changes the outputs of other rows: merge it into its base model")
 

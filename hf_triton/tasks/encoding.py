@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from hf_triton.encoder.probe import Way
     from hf_triton.hub.checkpoint import Checkpoint
     from hf_triton.hub.resolve import Hub
-    from hf_triton.runner.adapters import Adapter, Adapters
+    from hf_triton.runner.adapters import Adapter
     from hf_triton.settings import ModelSettings
 
 NUM_THREADS: Final = 4  # tokenizers run outside the interpreter's lock
@@ -264,19 +264,14 @@ def build_encoder_service(
     Raises:
         LoadError: The checkpoint does not fit the task.
     """
-    from hf_triton.runner.adapters import Adapters
-
     task = task_class(checkpoint, settings)
     limits = request_limits(settings, checkpoint.context_length, MIN_ENCODER_BYTES)
     engine: EncoderEngine | NoEngine = NoEngine()
     store = None
     if settings.has_weights:
-        adapters = None
-        if hub is not None and settings.runtime == "torch":
-            adapters = Adapters(checkpoint.model, task.model_outputs[0])
-        engine = build_task_engine(task, checkpoint, settings, adapters=adapters, on_fatal=on_fatal)
-        if hub is not None and adapters is not None:
-            store = AdapterStore(adapters, settings.adapters, hub.model_folder, hub.resolve_adapter)
+        engine = build_task_engine(task, checkpoint, settings, takes_adapters=hub is not None, on_fatal=on_fatal)
+        if hub is not None and engine.adapters is not None:
+            store = AdapterStore(engine.adapters, settings.adapters, hub.model_folder, hub.resolve_adapter)
     info = dataclasses.replace(
         model_info(checkpoint, settings, task=task.declaration.name, engine=settings.runtime),
         context_length=task.max_length,
@@ -292,10 +287,10 @@ def build_task_engine(
     settings: ModelSettings,
     *,
     way: Way | None = None,
-    adapters: Adapters | None = None,
+    takes_adapters: bool = False,
     on_fatal: Callable[[], None] = lambda: None,
 ) -> EncoderEngine:
-    """The engine for a task, running; `way` and `adapters` as in `build_encoder`, the others as above."""
+    """The engine for a task, running; `way` and `takes_adapters` as in `build_encoder`, the others as above."""
     from hf_triton.encoder.engine import build_encoder
 
     return build_encoder(
@@ -304,7 +299,7 @@ def build_task_engine(
         per_token=task.per_token,
         reduce=task.reduce,
         merge=task.merge,
-        adapters=adapters,
+        takes_adapters=takes_adapters,
         max_batch_tokens=settings.max_batch_tokens,
         pack_weights=settings.pack_weights,
         keeps_dtype=settings.dtype != "auto",

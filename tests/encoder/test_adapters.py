@@ -13,7 +13,6 @@ from hf_triton.encoder.forward import EncoderForward, build_forward
 from hf_triton.encoder.probe import Way
 from hf_triton.encoder.types import EncoderInput
 from hf_triton.errors import CheckpointError
-from hf_triton.runner.adapters import Adapters
 from tests.support.adapters import save_lora, wrap
 from tests.support.encoders import HEADS, build_model, expected_outputs, random_inputs
 
@@ -43,9 +42,9 @@ def targets_of(family: str) -> dict[str, Any]:
 def load_all(model: Any, head: str, folders: list[Path], way: Way | None = None) -> tuple[EncoderForward, list[Any]]:
     """A model's forward, and its adapters, loaded after it was built."""
     _, outputs, per_token = HEADS[head]
-    adapters = Adapters(model, outputs[0])
-    forward = build_forward(model, outputs, per_token=per_token, way=way, adapters=adapters)
-    return forward, [adapters.load(folder) for folder in folders]
+    forward = build_forward(model, outputs, per_token=per_token, way=way, takes_adapters=True)
+    assert forward.adapters is not None
+    return forward, [forward.adapters.load(folder) for folder in folders]
 
 
 def check(family: str, head: str, folders: list[Path], way: Way | None = None) -> EncoderForward:
@@ -83,6 +82,16 @@ def test_each_sequence_has_the_outputs_of_its_adapter(family: str, head: str, tm
     assert forward.way == {"deberta-v2": "padded", "fnet": "alone"}.get(family, "packed")
 
 
+@pytest.mark.parametrize(("family", "way"), [("albert", "packed"), ("deberta-v2", "padded")])
+def test_layers_that_see_something_else_than_tokens(family: str, way: Way, tmp_path: Path) -> None:
+    """ALBERT's pooler is a layer; DeBERTa's layers for positions see those of all rows at once."""
+    folders = [
+        save_lora(build_model(family, "sequence"), tmp_path / f"lora{seed}", seed, target_modules="all-linear")
+        for seed in range(3)
+    ]
+    assert check(family, "sequence", folders).way == way
+
+
 @pytest.mark.parametrize("way", ["packed", "padded", "alone"])
 @pytest.mark.parametrize("head", ["embeddings", "sequence"])
 def test_every_way_and_every_layer(head: str, way: Way, tmp_path: Path) -> None:
@@ -106,10 +115,10 @@ def test_a_head_of_the_adapter_s_own(family: str, tmp_path: Path) -> None:
 def test_an_engine_mixes_adapters_with_packed_weights(tmp_path: Path) -> None:
     folders = [save_lora(build_model("bert", "embeddings"), tmp_path / "lora", 0, target_modules=["query", "dense"])]
     model = build_model("bert", "embeddings")
-    adapters = Adapters(model, "last_hidden_state")
-    engine = build_encoder(model, ("last_hidden_state",), per_token=True, pack_weights=True, adapters=adapters)
+    engine = build_encoder(model, ("last_hidden_state",), per_token=True, pack_weights=True, takes_adapters=True)
     try:
-        adapter = adapters.load(folders[0])
+        assert engine.adapters is not None
+        adapter = engine.adapters.load(folders[0])
         inputs = random_inputs(LENGTHS)
         found = engine.run([replace(each, adapter=adapter if row % 2 else None) for row, each in enumerate(inputs)])
     finally:
@@ -133,12 +142,11 @@ def test_adapters_that_do_not_fit_are_refused_and_change_nothing(case: str, tmp_
     config, sentence = WRONG[case]
     family = "distilbert" if config["target_modules"] == ["q_lin"] else "bert"
     folder = save_lora(build_model(family, "sequence"), tmp_path / "lora", 0, **config)
-    model = build_model("bert", "sequence")
-    adapters = Adapters(model)
-    forward = build_forward(model, ("logits",), per_token=False, adapters=adapters)
+    forward, _ = load_all(build_model("bert", "sequence"), "sequence", [])
+    assert forward.adapters is not None
     inputs: list[EncoderInput] = random_inputs(LENGTHS)
     before = forward(inputs)
     with pytest.raises(CheckpointError, match=sentence):
-        adapters.load(folder)
+        forward.adapters.load(folder)
     for one, other in zip(before, forward(inputs), strict=True):
         torch.testing.assert_close(one, other, atol=0, rtol=0)
