@@ -234,7 +234,7 @@ class EncoderForward:
 
     def _packed(self, base: PackedBase, inputs: list[EncoderInput]) -> list[torch.Tensor]:
         row = pack_row(inputs, base.position_ids, self.device)
-        with base.running(row), self._adapters_of(inputs):
+        with self._adapters_of(inputs), base.running(row):
             if self._per_token:
                 outputs = self._run(row.ids, row.type_ids, None)[:, 0]
                 parts = torch.split(outputs, list(map(_num_wanted, inputs)), dim=1)
@@ -247,7 +247,7 @@ class EncoderForward:
         row = pack_row([each], base.position_ids, self.device)
         kept = torch.arange(len(each.ids), device=self.device) if row.kept is None else row.kept
         merged: torch.Tensor | None = None
-        with base.running(row), self._adapters_of([each]):
+        with self._adapters_of([each]), base.running(row):
             for row.kept in torch.split(kept, self._max_outputs):
                 part = self._finish(self._unstack(self._run(row.ids, row.type_ids, None)[:, 0]))
                 merged = part if merged is None or self._merge is None else self._merge(merged, part)
@@ -255,16 +255,19 @@ class EncoderForward:
         return merged
 
     def _padded(self, inputs: list[EncoderInput]) -> list[torch.Tensor]:
-        if self._begins_anew:
-            begin_anew(self._model, 1, self.device)
         with self._adapters_of(inputs):
+            if self._begins_anew:
+                begin_anew(self._model, 1, self.device)
             rows = self._run(*pad_batch(inputs, self._pad_id, self.device)).unbind(1)
         if self._per_token:
             rows = tuple(_wanted(row, each) for row, each in zip(rows, inputs, strict=True))
         return [self._unstack(row) for row in rows]
 
     def _adapters_of(self, inputs: list[EncoderInput]) -> AbstractContextManager[None]:
-        """For a forward: the adapters of sequences, sorted by length; those of a padded batch have the same."""
+        """For a forward: the adapters of sequences, sorted by length; those of a padded batch have the same.
+
+        It comes before all else that a forward does to the model: no adapter is tried meanwhile.
+        """
         adapters, chosen = self.adapters, [each.adapter for each in inputs]
         if adapters is None:
             return nullcontext()

@@ -256,8 +256,12 @@ class Adapters:
     def _delete(self, key: str) -> None:
         """Take an adapter out of the model, one that is only half in it too."""
         from peft.functional import delete_adapter
+        from peft.utils.other import ModulesToSaveWrapper
 
         self._loaded.pop(key, None)
+        for layer in _adapted_layers(self._model):
+            if isinstance(layer, ModulesToSaveWrapper):  # peft 0.21 fails where another stays and none is active
+                layer.delete_adapter(key, new_active_adapters=None)
         delete_adapter(self._model, key, "lora_")
         getattr(self._model, "peft_config", {}).pop(key, None)
         for name, layer in reversed(list(self._model.named_modules())):

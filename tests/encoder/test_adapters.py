@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA on encoders: each sequence has the outputs of peft's model with its adapter alone, in any company."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -110,6 +112,52 @@ def test_a_head_of_the_adapter_s_own(family: str, tmp_path: Path) -> None:
         for seed in range(3)
     ]
     check(family, "sequence", folders)
+
+
+def test_heads_come_and_go_beside_others(tmp_path: Path) -> None:
+    config = {"task_type": "SEQ_CLS", **targets_of("bert")}
+    folders = [save_lora(build_model("bert", "sequence"), tmp_path / f"{seed}", seed, **config) for seed in range(2)]
+    forward, loaded = load_all(build_model("bert", "sequence"), "sequence", folders)
+    assert forward.adapters is not None
+    inputs = random_inputs(LENGTHS)
+    for _ in range(2):
+        both = [replace(each, adapter=loaded[row % 2]) for row, each in enumerate(inputs)]
+        for row, (found, each) in enumerate(zip(forward(both), inputs, strict=True)):
+            model = wrap(build_model("bert", "sequence"), folders[row % 2])
+            wanted = expected_outputs(model, each, ("logits",), per_token=False)
+            torch.testing.assert_close(found, wanted, atol=TOLERANCE, rtol=TOLERANCE)
+        del both, loaded[1]
+        forward.adapters.sweep()
+        forward([replace(inputs[0], adapter=loaded[0]), inputs[1]])
+        loaded.append(forward.adapters.load(folders[1]))
+
+
+def test_adapters_are_loaded_while_an_engine_computes(tmp_path: Path) -> None:
+    folder = save_lora(build_model("bert", "sequence"), tmp_path / "lora", 0, task_type="SEQ_CLS", **targets_of("bert"))
+    engine = build_encoder(build_model("bert", "sequence"), ("logits",), per_token=False, takes_adapters=True)
+    inputs, ends = random_inputs(LENGTHS), threading.Event()
+
+    def compute() -> list[Any]:
+        found = [engine.run(inputs)]
+        while not ends.is_set():
+            found = [found[0], engine.run(inputs)]
+        return found
+
+    try:
+        assert engine.adapters is not None
+        with ThreadPoolExecutor(1) as pool:
+            computing = pool.submit(compute)
+            try:
+                for _ in range(5):
+                    engine.adapters.load(folder)
+                    engine.adapters.sweep()
+            finally:
+                ends.set()
+        first, last = computing.result()
+    finally:
+        engine.close()
+    for one, other in zip(first, last, strict=True):
+        torch.testing.assert_close(torch.from_numpy(one), torch.from_numpy(other), atol=TOLERANCE, rtol=TOLERANCE)
 
 
 def test_an_engine_mixes_adapters_with_packed_weights(tmp_path: Path) -> None:
