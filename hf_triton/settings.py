@@ -94,6 +94,7 @@ TaskName = Literal[
     "fill-mask",
     "zero-shot-classification",
     "feature-extraction",
+    "sparse-embeddings",
     "tokenization",
     "summarization",
     "translation",
@@ -139,10 +140,10 @@ class ModelSettings(BaseModel):
     transformers' pipeline for that task, if there is one."""
 
     task: TaskName | None = None
-    """What the model does. By default what the checkpoint's files say: `embeddings` for models of
-    sentence-transformers and encoders without a head, otherwise what the model's head is for. `feature-extraction`,
-    `tokenization`, `zero-shot-classification`, `summarization`, `translation` and `text2text-generation` must be
-    set."""
+    """What the model does. By default what the checkpoint's files say: `embeddings` or `sparse-embeddings` for models
+    of sentence-transformers, `embeddings` for encoders without a head, otherwise what the model's head is for.
+    `feature-extraction`, `tokenization`, `zero-shot-classification`, `summarization`, `translation` and
+    `text2text-generation` must be set."""
 
     revision: Annotated[str, annotated_types.MinLen(1)] = "main"
     """Branch, tag or commit of the model on the Hub. Only a 40-digit commit never changes."""
@@ -328,6 +329,8 @@ class ModelSettings(BaseModel):
             )
         if self.runtime == "torch" and self.precision != "float32":
             raise ValueError("precision is that of a graph: set runtime to onnx, or dtype in place of precision")
+        if self.runtime != "torch" and self.adapters:
+            raise ValueError(f"runtime {self.runtime} computes a graph, which takes no adapters: set runtime to torch")
         if self.runtime != "torch" and (self.load_format, self.dtype, self.quantization_config) != ("auto", "auto", {}):
             raise ValueError(
                 f"runtime {self.runtime} computes a graph, whose numbers are fixed: leave out load_format, dtype and "

@@ -28,7 +28,7 @@ from hf_triton.errors import CheckpointError, HubError
 from hf_triton.hub.failures import Failure, explain_download, incomplete_on_hub, is_transient, one_line
 from hf_triton.hub.gguf import choose_gguf
 from hf_triton.hub.kind import describe_other_kind
-from hf_triton.hub.sentence_modules import module_files
+from hf_triton.hub.sentence_modules import SPARSE_LINEAR, module_files
 from hf_triton.hub.snapshot import SAFETENSORS, is_sound, lacking_weights, missing_files, weight_files
 from hf_triton.hub.spec import CheckpointSpec
 
@@ -44,6 +44,7 @@ SMALL_FILES: Final = (
     "*.codes",
     "prophetnet.tokenizer",
     "additional_chat_templates/*.jinja",
+    *SPARSE_LINEAR,
 )
 
 T = TypeVar("T")

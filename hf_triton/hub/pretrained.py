@@ -21,6 +21,7 @@ from hf_triton.hub.gguf import check_gguf, find_gguf
 from hf_triton.hub.imports import hidden
 from hf_triton.hub.kind import find_tasks
 from hf_triton.hub.load_failures import explain_load
+from hf_triton.hub.sentence_modules import SPARSE_LINEAR
 from hf_triton.hub.weights import check_weights
 from hf_triton.settings import TEXT_TO_TEXT, ModelSettings, TaskName
 
@@ -325,11 +326,12 @@ def _encoder_class(name: str, settings: ModelSettings, config: Any) -> Any:
     known = auto_class._model_mapping._model_mapping.values()
     endings = (head, "ForPreTraining") if head == "ForMaskedLM" else (head,)  # whose weights decide
     names = config.architectures or ()
+    other = f", or {SPARSE_LINEAR[-1]} beside it" if settings.task == "sparse-embeddings" else ""
     if names and not any(each in known or each.endswith(endings) for each in names):
         raise CheckpointError(
             "unsupported_model",
             f"{settings.huggingface_model} is a {architecture_names(config)} according to its config.json, and the "
-            f"folder's task needs a model {head}: choose another checkpoint, or another task",
+            f"folder's task needs a model {head}{other}: choose another checkpoint, or another task",
         )
     return auto_class
 

@@ -27,13 +27,13 @@ from hf_triton.protocol.requests import (
 )
 from hf_triton.runner.gpu_memory import WHOLE_GPU, GpuPart
 from hf_triton.settings import ModelSettings
+from hf_triton.tasks.adapters import AdapterStore
 from hf_triton.tasks.admission import request_limits
 from hf_triton.tasks.checked_hooks import CheckedHooks
 from hf_triton.tasks.engine_task import EngineTask
 from hf_triton.tasks.hooks import Hooks
 from hf_triton.tasks.interface import ResponseConfig, model_info
 from hf_triton.tasks.request import InferenceRequest
-from hf_triton.tasks.text_generation.adapters import AdapterStore
 from hf_triton.tasks.text_generation.chat_template import ChatTemplate
 from hf_triton.tasks.text_generation.prepare import PromptPreparer
 from hf_triton.tasks.text_generation.resolve import PromptDefaults
