@@ -13,6 +13,7 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from hf_triton.openai import (
     chat,
+    cohere,
     completions,
     embeddings,
     health,
@@ -21,6 +22,7 @@ from hf_triton.openai import (
     models,
     responses,
     scores,
+    tei,
     token_tasks,
     tokenize,
 )
@@ -50,6 +52,8 @@ ROUTERS: Final[tuple[APIRouter, ...]] = (
     embeddings.router,
     scores.router,
     token_tasks.router,
+    tei.router,
+    cohere.router,
     health.router,
 )
 """One for each module of endpoints."""

@@ -99,8 +99,6 @@ class ClassifyRequest(EncoderFields):
 
 
 @router.post("/v1/rerank", responses=RESPONSES)
-@router.post("/v2/rerank", include_in_schema=False)
-@router.post("/rerank", include_in_schema=False)
 async def rerank(body: RerankRequest, request: Request) -> dict[str, Any]:
     """Documents by their score for a query."""
     documents = await beside_loop(request, _read_documents, body.documents)

@@ -32,6 +32,8 @@ RERANK: Final = "rerank"
 CLASSIFICATION: Final = "text-classification"
 TOKEN_CLASSIFICATION: Final = "token-classification"
 FILL_MASK: Final = "fill-mask"
+SPARSE: Final = "sparse-embeddings"
+FEATURES: Final = "feature-extraction"
 EMBEDDING: Final = "embedding"
 """The output of a model for embeddings."""
 ENDPOINTS: Final[Mapping[str, str]] = {
@@ -41,6 +43,8 @@ ENDPOINTS: Final[Mapping[str, str]] = {
     CLASSIFICATION: "/v1/classify",
     TOKEN_CLASSIFICATION: "/v1/token-classification",
     FILL_MASK: "/v1/fill-mask",
+    SPARSE: "/embed_sparse",
+    FEATURES: "/embed_all",
 }
 """Where models of each task are asked."""
 TASKS: Final[Mapping[str, str | None]] = {
