@@ -13,7 +13,6 @@ from typing import Annotated, Any, Final, Literal
 import annotated_types
 import numpy as np
 from fastapi import APIRouter, Request
-from pydantic import RootModel
 
 from hf_triton import __version__
 from hf_triton.errors import clip
@@ -23,7 +22,7 @@ from hf_triton.openai.encoders import EncoderFields, encode, text_list, texts_or
 from hf_triton.openai.errors import TEI_RESPONSES, ApiError
 from hf_triton.openai.fields import MAX_TEXTS, Fields, Texts, TokenIds, TokenLists
 from hf_triton.openai.gateway import gateway_of
-from hf_triton.openai.scores import RerankRequest, rerank
+from hf_triton.openai.scores import Documents, RerankRequest, rerank
 from hf_triton.openai.triton import Model
 from hf_triton.openai.triton_messages import (
     CLASSIFICATION,
@@ -104,7 +103,7 @@ class RankRequest(TeiFields):
     query: Annotated[str, annotated_types.MinLen(1)]
     """What the texts are to answer."""
 
-    texts: Texts
+    texts: Texts | None = None
     """The texts."""
 
     raw_scores: bool = False
@@ -112,6 +111,12 @@ class RankRequest(TeiFields):
 
     return_text: bool = False
     """Whether the ranks hold the texts."""
+
+    documents: Documents | None = None
+    """In place of `texts`: the request has the form of `/v1/rerank`."""
+
+    top_n: int | None = None
+    return_documents: bool | None = None
 
 
 class _Sentences(Fields):
@@ -238,24 +243,24 @@ def _pairs(inputs: str | Sequence[str | list[str]]) -> tuple[list[list[str]], bo
 
 
 @router.post("/rerank", include_in_schema=False)
-async def rank(body: RootModel[dict[str, Any]], request: Request) -> Any:
+async def rank(body: RankRequest, request: Request) -> Any:
     """Texts by their score for a query, in the form of the request: TEI's with `texts`, or that of `/v1/rerank`."""
-    if "texts" not in body.root:
-        return await rerank(await beside_loop(request, RerankRequest.model_validate, body.root), request)
-    asked = await beside_loop(request, RankRequest.model_validate, body.root)
-    texts = {"query": [asked.query], "documents": text_list("texts", asked.texts)}
+    if body.texts is None:
+        given = body.model_dump(include=body.model_fields_set)
+        return await rerank(await beside_loop(request, RerankRequest.model_validate, given), request)
+    texts = {"query": [body.query], "documents": text_list("texts", body.texts)}
     outputs = await _encode(
         request,
-        asked,
+        body,
         RERANK,
         texts,
         [SCORE],
-        parameters={"raw_scores": asked.raw_scores},
+        parameters={"raw_scores": body.raw_scores},
         names={"documents": "texts"},
     )
     ranks = sorted(enumerate(outputs[SCORE]), key=lambda pair: -pair[1])
     return [
-        {"index": index, "score": score, **({"text": asked.texts[index]} if asked.return_text else {})}
+        {"index": index, "score": score, **({"text": body.texts[index]} if body.return_text else {})}
         for index, score in ranks
     ]
 

@@ -98,6 +98,7 @@ class EncoderService(EngineTask["_Response"]):
                 inputs = response.encode(adapter)
             if inputs is not None:
                 deadline_s = response.request.deadline_s()
+                response.request.on_ending(None)  # the queue decides from here on
                 self._engine.submit([EncoderGroup(inputs, listener=response, deadline_s=deadline_s)])
         except Exception as error:
             response.refuse(as_own_error("preparing the request", error))
@@ -225,7 +226,6 @@ class _Response(EncoderListener):
         try:
             with panics_as_errors():
                 self.request.answer(self._encode_results(outputs))
-            self.request.on_ending(None)
         except Exception as error:
             self.refuse(as_own_error("answering the request", error))
 
@@ -238,7 +238,6 @@ class _Response(EncoderListener):
     def refuse(self, error: HfTritonError) -> None:
         """End the request with an error, unless it has ended."""
         self._ended.set()
-        self.request.on_ending(None)
         self.request.refuse(error)
 
 

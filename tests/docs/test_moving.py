@@ -70,5 +70,5 @@ def test_there_is_a_page_for_each_system() -> None:
         "transformer-deploy",
         "triton-tutorial",
     }
-    assert len(commands("curl")) == 8
+    assert len(commands("curl")) == 12
     assert len(commands("hf-triton")) == 6

@@ -163,16 +163,12 @@ class TextGeneration(EngineTask[GenerationResponse]):
                     return
                 with panics_as_errors():
                     response.prompts[row] = self._preparer.compile_grammar(prompt)
-            response.request.on_ending(None)
+            response.request.on_ending(None)  # the queue decides from here on
             self._engine.submit(response.begin())
         except Exception as error:
             response.refuse(as_own_error("queueing the request", error))
         finally:
             self._leave(response)
-
-    def _leave(self, response: GenerationResponse) -> None:
-        super()._leave(response)
-        response.request.on_ending(None)
 
 
 def build_text_generation(
