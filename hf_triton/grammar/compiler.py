@@ -153,7 +153,9 @@ class GrammarCompiler:
         if not guidance.decode_bytes(closing_ids).endswith(closing.encode()) or max(closing_ids) >= num_ids:
             logger.warning("thinking is not told from the answer: the tokenizer cannot spell the closing tag")
             return None
-        return TagTokens(opening.encode(), closing.encode(), texts, closing_ids, -(-guidance.vocab_size // 32) * 32)
+        any_matcher = LLMatcher(guidance, LLMatcher.grammar_from_regex("a"), log_level=0)
+        size = 8 * len(any_matcher.compute_bitmask())  # as a grammar's
+        return TagTokens(opening.encode(), closing.encode(), texts, closing_ids, size)
 
     def _guidance_tokenizer(self, grammar: Grammar) -> LLTokenizer:
         if (guidance := self._build_guidance()) is None:

@@ -18,6 +18,7 @@ import numpy as np
 
 from hf_triton.grammar.constraint import Bits, GrammarConstraint
 
+SPACE: Final = b" \t\r\n"
 MAX_SPACES: Final = 4
 """Tokens of white space between the closing tag and the answer."""
 
@@ -40,7 +41,7 @@ class TagTokens:
         self.texts = texts
         self.size = size
         self.closing_ids = closing_ids
-        self.spaces = _bits((token_id for token_id, text in enumerate(texts) if text and not text.strip()), size)
+        self.spaces = _bits((token_id for token_id, text in enumerate(texts) if text and not text.strip(SPACE)), size)
         self.openers = self._find_openers(size)
         """By the number of bytes of `opening` that are written: the tokens that go on with it."""
         self.breakers = self._find_breakers(size)
@@ -77,7 +78,7 @@ class TagTokens:
                 (
                     token_id
                     for token_id, text in candidates.items()
-                    if (start + text).partition(self.closing)[2].strip()
+                    if (start + text).partition(self.closing)[2].strip(SPACE)
                 ),
                 size,
             )
@@ -158,7 +159,7 @@ class ThinkingConstraint:
         elif self._phase == "start":
             self._begin(token_id, text)
         elif self._answer is not None:
-            if self._phase == "space" and not text.strip() and not _has(self._answer.bitmask(), token_id):
+            if self._phase == "space" and not text.strip(SPACE) and not _has(self._answer.bitmask(), token_id):
                 self._num_spaces += 1
             else:
                 self._answer.accept(token_id)
