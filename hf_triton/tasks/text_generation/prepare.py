@@ -195,15 +195,15 @@ class PromptPreparer:
         self, chat: Chat | None, asked: TaskParams, model_text: str | None, ids: list[int]
     ) -> Thinking | None:
         """The thinking of a prompt's completions, if anything is asked of it: a budget, or an answer by a grammar."""
-        budget = asked.thinking_budget
-        if budget is None and chat is not None and switched(chat.template_kwargs) is False:
-            budget = 0
+        is_off = chat is not None and switched(chat.template_kwargs) is False
+        budget = 0 if is_off else asked.thinking_budget
         if budget is None and (chat is None or asked.grammar is None):
             return None
-        thinking = self._messages.thinking(
-            self.codec.decode(ids, keeps_special_tokens=True) if model_text is None else model_text
-        )
-        return None if thinking is None else replace(thinking, budget=budget)
+        prompt = self.codec.decode(ids, keeps_special_tokens=True) if model_text is None else model_text
+        thinking = self._messages.thinking(prompt)
+        if thinking is None or (is_off and not thinking.is_open):
+            return None
+        return replace(thinking, budget=budget)
 
     def describe_tokens(self, prompt: PreparedPrompt) -> dict[str, Any]:
         """A prompt's tokens, in the names of vLLM's `/tokenize`."""
