@@ -10,6 +10,7 @@ import annotated_types
 
 from hf_triton.openai.conversation import parse_at
 from hf_triton.openai.fields import HINT, Fields, Ignored
+from hf_triton.openai.hints import pass_over
 from hf_triton.protocol.parameters import MAX_NEW_TOKENS
 
 Budget = Annotated[int, annotated_types.Ge(0), annotated_types.Le(MAX_NEW_TOKENS)]
@@ -17,7 +18,7 @@ DISABLED: Final = "disabled"
 
 
 class _Thinking(Fields):
-    ignored: ClassVar[Mapping[str, Ignored]] = {**dict.fromkeys(("display", "clear_thinking"), HINT)}
+    ignored: ClassVar[Mapping[str, Ignored]] = dict.fromkeys(("display", "clear_thinking"), HINT)
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Budget | None = None
 
@@ -39,4 +40,6 @@ def read_thinking(thinking: dict[str, Any] | None, nvext: dict[str, Any] | None)
     checked = parse_at(_Thinking, "thinking", thinking)
     if checked.type == DISABLED:
         return True, None
+    if checked.budget_tokens is None:  # the model thinks as much as it wants
+        pass_over("thinking")
     return False, extension.max_thinking_tokens if checked.budget_tokens is None else checked.budget_tokens

@@ -162,6 +162,13 @@ def test_the_end_of_a_prompt_tells_what_a_completion_begins_with(name: str, prom
     assert {block[0] for block in BLOCKS} == set(shipped_names())
 
 
+def test_a_constrained_reader_sees_the_tags_that_are_special_tokens() -> None:
+    messages = MessageFormat(shipped_template("mistral-args"), {5: "[THINK]", 6: "[/THINK]", 7: "[TOOL_CALLS]"})
+    plan = messages.plan(None, "", is_constrained=True, thinking=messages.thinking("[/INST]"))
+    assert plan.markers == {5: "[THINK]", 6: "[/THINK]"}
+    assert message(plan.build_reader(), "[THINK]Hm[/THINK]\n[TOOL_CALLS]") == wanted("[TOOL_CALLS]", "Hm", [])
+
+
 @pytest.mark.parametrize(
     "field",
     [
