@@ -21,6 +21,8 @@ TASKS_BY_TABLE: Final[Mapping[str, str]] = {
     "SEQUENCE_CLASSIFICATION": "text-classification",
     "TOKEN_CLASSIFICATION": "token-classification",
     "QUESTION_ANSWERING": "question-answering",
+    "SPEECH_SEQ_2_SEQ": "automatic-speech-recognition",
+    "CTC": "automatic-speech-recognition",
 }
 """The task of a table of transformers' models; the first that has a class decides."""
 UNSPECIFIC: Final = {"BASE", "PRETRAINING", "TEXT_ENCODING"}

@@ -28,6 +28,8 @@ GPU_PACKAGES: Final = "fla", "causal_conv1d", "mamba_ssm"
 """Kernels for hybrid and state-space models."""
 MAX_LABELS: Final = 1_000_000
 TOKENIZER: Final = "tokenizer.json"
+SPEECH: Final = "AutoModelForSpeechSeq2Seq"
+WHISPER: Final = "WhisperForConditionalGeneration"
 
 
 @contextlib.contextmanager
@@ -284,6 +286,12 @@ def _encoder_class(name: str, settings: ModelSettings, config: Any) -> Any:
 
     if name == "AutoModel":
         return _text_encoder(settings, config)
+    if name == SPEECH and WHISPER not in (config.architectures or ()):
+        raise CheckpointError(
+            "unsupported_model",
+            f"{settings.huggingface_model} is a {architecture_names(config)} according to its config.json, and "
+            f"automatic-speech-recognition serves Whisper ({WHISPER}) alone: choose such a checkpoint",
+        )
     head, auto_class = name.removeprefix("AutoModel"), getattr(transformers, name)
     known = auto_class._model_mapping._model_mapping.values()
     endings = (head, "ForPreTraining") if head == "ForMaskedLM" else (head,)  # whose weights decide
