@@ -67,7 +67,7 @@ class SpeechEngine(Worker[SpeechGroup]):
         self.queue.sweep()
         self._groups = self.queue.take_matching(self._may_join)
         self._run(self._groups)
-        self._groups = []
+        self._groups = self.unfinished()
 
     def _may_join(self, group: SpeechGroup, batch: list[SpeechGroup]) -> bool:
         return len(batch) < self._max_rows and self._key(group) == self._key(batch[0])

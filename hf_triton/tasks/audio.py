@@ -29,6 +29,8 @@ OTHERS: Final = ((re.compile(rb"\x1a\x45\xdf\xa3"), "WebM"), (re.compile(rb"....
 """Containers that libsndfile does not read."""
 DATA_URI: Final = re.compile(rb"data:[^,]{0,200};base64,", re.IGNORECASE)
 MIN_RATE, MAX_RATE = 1000, 384_000
+MAX_SAMPLE: Final = 1 << 16
+"""Floats are often 16-bit integers that nobody has divided; the powers of much larger ones are infinite."""
 BLOCK_VALUES: Final = 1 << 20
 """Values of all channels that are read at a time."""
 NUM_ZEROS: Final = 16
@@ -74,14 +76,15 @@ def read_audio(data: bytes, rate: int, max_seconds: float, name: str) -> Samples
             _check_head(file, max_seconds, name)
             blocks = list(resample(_mono_blocks(file, max_seconds, name), file.samplerate, rate))
     except soundfile.LibsndfileError as error:
-        raise _refusal(
-            f"{name} cannot be read as {FORMATS} ({error.error_string.rstrip('.')}): encode it anew"
-        ) from None
+        reason = error.error_string.rstrip(".")
+        raise _refusal(f"{name} cannot be read as {FORMATS} ({reason}): encode it anew") from None
     samples = np.concatenate(blocks) if blocks else np.empty(0, np.float32)
     if not len(samples):
         raise _refusal(f"{name} holds no sound, its length is 0")
     if not np.isfinite(samples).all():
         raise _refusal(f"{name} holds samples that are NaN or infinite: encode it anew")
+    if np.abs(samples).max() > MAX_SAMPLE:
+        raise _refusal(f"{name} holds samples beyond {MAX_SAMPLE}, and full scale is 1: encode it anew")
     return samples
 
 

@@ -34,7 +34,7 @@ ENGLISH: Final = "en"
 
 
 def _read_timestamps(value: object) -> object:
-    """transformers' `return_timestamps`, whose true stands for segments."""
+    """Transformers' `return_timestamps`, whose true stands for segments."""
     return {True: "segment", False: "none"}.get(value, value) if isinstance(value, bool) else value
 
 
@@ -230,7 +230,8 @@ class SpeechRecognition(DeclaredTask):
             return_language=False,
             time_precision=self.window_s / self.num_positions,
         )
-        return [_chunk(each["text"].strip(), *each["timestamp"], duration_s) for each in found.get("chunks", ())]
+        words = [(each["text"].strip(), *each["timestamp"]) for each in found.get("chunks", ())]
+        return [_chunk(text, start_s, end_s, duration_s) for text, start_s, end_s in words]
 
 
 def _chunk(text: str, start_s: float, end_s: float, duration_s: float) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from hf_triton.tasks.meter import Meter
 
 
-class DeclaredTask(ABC):
+class DeclaredTask:
     """A task of a model folder.
 
     Attributes:
@@ -46,7 +45,6 @@ class DeclaredTask(ABC):
         """
 
     @classmethod
-    @abstractmethod
     def start(
         cls, checkpoint: Checkpoint, settings: ModelSettings, *, on_fatal: Callable[[], None], meter: Meter
     ) -> LoadedTask:
@@ -61,3 +59,4 @@ class DeclaredTask(ABC):
         Raises:
             LoadError: The checkpoint does not fit the task.
         """
+        raise NotImplementedError

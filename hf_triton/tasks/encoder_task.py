@@ -8,19 +8,19 @@ sequences of all requests together, without padding; then `decode` makes the row
 from __future__ import annotations
 
 import copy
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, TypeVar
 
 import numpy.typing as npt
 
 from hf_triton.encoder.types import EncoderInput
 from hf_triton.errors import CheckpointError, RequestError
 from hf_triton.protocol.prompts import Limits, decode_token_ids
-from hf_triton.protocol.task_declaration import TOKEN_IDS
-from hf_triton.protocol.task_requests import Options, Row, TaskRequest, TaskResult, read_task_request
+from hf_triton.protocol.task_declaration import TOKEN_IDS, TaskOptions
+from hf_triton.protocol.task_requests import Row, TaskRequest, TaskResult, read_task_request
 from hf_triton.protocol.tensors import Array
 from hf_triton.protocol.token_rows import TokenRow
 from hf_triton.tasks.declared_task import DeclaredTask
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 
 NUM_WINDOW_TOKENIZERS: Final = 8
+Options = TypeVar("Options", bound=TaskOptions)
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class EncodedRow:
     """The task's own."""
 
 
-class EncoderTask(DeclaredTask, Generic[Options]):
+class EncoderTask(DeclaredTask, ABC, Generic[Options]):
     """A task of an encoder, see `DeclaredTask`. Its methods are called from several threads.
 
     Attributes:

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny Whisper with windows of 3 s, and sounds as files."""
+"""A tiny Whisper with windows of 3 s, what serves it without a server, and sounds as files."""
 
 import io
 import json
+import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,16 @@ import numpy.typing as npt
 import soundfile
 import torch
 
+from hf_triton.errors import HfTritonError
+from hf_triton.hub.checkpoint import Placement, load_checkpoint
+from hf_triton.hub.resolve import Hub
 from hf_triton.protocol.tensors import Array
+from hf_triton.settings import ModelSettings
+from hf_triton.tasks.automatic_speech_recognition import SpeechRecognition
+from hf_triton.tasks.interface import ResponseConfig
+from hf_triton.tasks.meter import Meter
+from hf_triton.tasks.request import InferenceRequest
+from hf_triton.tasks.sender import ResponseSender
 from tests.support.sentence_checkpoints import quietly
 
 RATE = 16_000
@@ -22,7 +33,7 @@ WORDS = ("the old harbour has two boats and one lighthouse", "where does the riv
 
 
 def save_whisper(
-    folder: Path, *, languages: tuple[str, ...] = LANGUAGES, dtype: str = "float32", **config: Any
+    folder: Path, *, languages: tuple[str, ...] = LANGUAGES, dtype: str = "float32", without: str = "", **config: Any
 ) -> Path:
     """A Whisper with random weights, its tokenizer's special tokens and its generation_config as published ones have.
 
@@ -30,6 +41,7 @@ def save_whisper(
         folder: The destination.
         languages: Those that it knows; none for a model of English alone.
         dtype: Of the weights.
+        without: An entry that its generation_config.json lacks.
         **config: Further settings of its config.
     """
     from transformers import GenerationConfig, WhisperConfig, WhisperFeatureExtractor, WhisperForConditionalGeneration
@@ -73,6 +85,7 @@ def save_whisper(
     if languages:
         own["lang_to_id"] = {f"<|{code}|>": ids[f"<|{code}|>"] for code in languages}
         own["task_to_id"] = {name: ids[f"<|{name}|>"] for name in ("transcribe", "translate")}
+    own.pop(without, None)
     model.generation_config = GenerationConfig(**own, **special, decoder_start_token_id=ids["<|startoftranscript|>"])
     folder.mkdir(parents=True, exist_ok=True)
     with quietly():
@@ -117,3 +130,85 @@ def encode(samples: Array, rate: int = RATE, format: str = "WAV", subtype: str |
     file = io.BytesIO()
     soundfile.write(file, samples, rate, format=format, subtype=subtype)
     return file.getvalue()
+
+
+class Asked(InferenceRequest):
+    """A request with audio files, and its answer when it has come."""
+
+    def __init__(self, files: Sequence[bytes], timeout_s: float | None = None, **parameters: object) -> None:
+        super().__init__(timeout_s=timeout_s)
+        self._files = np.empty(len(files), np.object_)
+        self._files[:] = files
+        self._parameters = parameters
+        self.answers: list[Any] = []
+        self._came = threading.Event()
+
+    def inputs(self) -> dict[str, Array]:
+        return {"audio": self._files}
+
+    @property
+    def parameters(self) -> Mapping[str, object]:
+        return self._parameters
+
+    def requested_outputs(self) -> list[str]:
+        return list(SpeechRecognition.declaration.all_outputs)[:-1]
+
+    def add(self, outputs: Mapping[str, Array]) -> None:
+        raise AssertionError("it has one response")
+
+    def answer(self, outputs: Mapping[str, Array], parameters: Mapping[str, int] | None = None) -> None:
+        self.answers.append(outputs)
+        self._came.set()
+
+    def refuse(self, error: HfTritonError) -> None:
+        self.answers.append(error)
+        self._came.set()
+
+    def wait(self) -> Any:
+        """The first answer; raises if it is an error."""
+        assert self._came.wait(60)
+        if isinstance(self.answers[0], HfTritonError):
+            raise self.answers[0]
+        return self.answers[0]
+
+
+class Served:
+    """A checkpoint's task, as a folder serves it."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        chosen = ModelSettings(huggingface_model=str(folder), **settings)
+        hub = Hub(folder, chosen, {})
+        self.checkpoint = load_checkpoint(hub, chosen, Placement("CPU", 0), SpeechRecognition.auto_class)
+        self.service = SpeechRecognition.start(self.checkpoint, chosen, on_fatal=lambda: None, meter=Meter())
+        outputs = list(SpeechRecognition.declaration.all_outputs)
+        self._config = ResponseConfig(outputs, is_decoupled=False, streams=False, sender=ResponseSender())
+
+    def start(self, request: Asked) -> Asked:
+        self.service.submit(request, self._config)
+        return request
+
+    def ask(self, *files: bytes, **parameters: object) -> dict[str, Array]:
+        """All outputs but the last."""
+        outputs: dict[str, Array] = self.start(Asked(files, **parameters)).wait()
+        return outputs
+
+    def json(self, *files: bytes, **parameters: object) -> list[Any]:
+        """The output `output` of each file."""
+        return [json.loads(row) for row in self.ask(*files, **parameters)["output"]]
+
+    def reference(self, samples: Array, **arguments: Any) -> Any:
+        """What transformers' own `generate` makes of an audio's features."""
+        extractor = self.service._task.extractor
+        is_long = len(samples) > extractor.n_samples
+        whole = {"truncation": False, "padding": "longest"} if is_long else {}
+        inputs = extractor(samples, sampling_rate=RATE, return_tensors="pt", return_attention_mask=True, **whole)
+        if is_long:
+            arguments.setdefault("return_timestamps", True)
+        with torch.inference_mode():
+            return self.checkpoint.model.generate(
+                inputs.input_features, attention_mask=inputs.attention_mask, return_segments=True, **arguments
+            )
+
+    def text(self, token_ids: Any) -> str:
+        decoded: str = self.checkpoint.tokenizer.decode(token_ids, skip_special_tokens=True)
+        return decoded.strip()
