@@ -12,6 +12,7 @@ from fastapi import APIRouter, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 from hf_triton.openai import (
+    audio,
     chat,
     completions,
     embeddings,
@@ -50,6 +51,7 @@ ROUTERS: Final[tuple[APIRouter, ...]] = (
     embeddings.router,
     scores.router,
     token_tasks.router,
+    audio.router,
     health.router,
 )
 """One for each module of endpoints."""

@@ -45,6 +45,7 @@ MAX_FILLS: Final = 1000
 """Tokens that fill-mask lists for a mask at most."""
 TEXT: Final = "text"
 PAIR: Final = "text_pair"
+AUDIO: Final = "audio"
 TEXTS: Final = TextInput(TEXT, "the texts", TEXT_ALIASES)
 TOKEN_IDS: Final = "token_ids"
 TOKEN_TEXTS: Final = TextInput(

@@ -105,7 +105,7 @@ def _plain(data: bytes, name: str) -> bytes:
     other = next((kind for pattern, kind in OTHERS if pattern.match(decoded)), None)
     if other is not None:
         raise _refusal(f"{name} is {other}, which is not read: convert it to {FORMATS}")
-    raise _refusal(f"{name} is no file of {FORMATS}, nor base64 of one")
+    raise _refusal(f"{name} is not {FORMATS}, nor base64 of it")
 
 
 def _refusal(sentence: str) -> RequestError:

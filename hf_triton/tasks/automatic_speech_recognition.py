@@ -13,7 +13,7 @@ from pydantic import BeforeValidator
 from hf_triton.engine.speech_params import SpeechParams, Transcript
 from hf_triton.errors import RequestError, clip
 from hf_triton.hub.pretrained import SPEECH, loading
-from hf_triton.protocol.task_declaration import DeclaredOptions, TaskDeclaration, TaskOutput, TextInput
+from hf_triton.protocol.task_declaration import AUDIO, DeclaredOptions, TaskDeclaration, TaskOutput, TextInput
 from hf_triton.protocol.task_requests import TaskResult
 from hf_triton.tasks.audio import import_soundfile
 from hf_triton.tasks.declared_task import DeclaredTask
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from hf_triton.tasks.meter import Meter
     from hf_triton.tasks.speech_service import SpeechService
 
-AUDIO: Final = "audio"
 NUM_FIRST: Final = 4
 """Tokens that a completion begins with: its start, language, task, and whether there are timestamps."""
 MAX_PROMPT: Final = 10_000

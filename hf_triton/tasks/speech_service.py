@@ -18,11 +18,12 @@ from hf_triton.errors import HfTritonError, RequestError, ShuttingDownError, as_
 from hf_triton.protocol.model_info import ModelInfo
 from hf_triton.protocol.prompts import Limits
 from hf_triton.protocol.request_values import in_row
+from hf_triton.protocol.task_declaration import AUDIO
 from hf_triton.protocol.task_requests import TaskRequest, encode_results, outputs_to_fill, read_task_request
 from hf_triton.protocol.tensors import Array
 from hf_triton.tasks.admission import request_limits
 from hf_triton.tasks.audio import Samples, read_audio
-from hf_triton.tasks.automatic_speech_recognition import AUDIO, SpeechOptions, SpeechRecognition
+from hf_triton.tasks.automatic_speech_recognition import SpeechOptions, SpeechRecognition
 from hf_triton.tasks.engine_task import EngineTask
 from hf_triton.tasks.interface import ResponseConfig, model_info
 from hf_triton.tasks.meter import Meter

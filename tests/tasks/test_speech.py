@@ -68,7 +68,7 @@ def test_timestamps_are_those_of_transformers(served: Served, samples: Any) -> N
     np.testing.assert_allclose([each["timestamp"] for each in found["chunks"]], times, atol=1e-3)
 
 
-@pytest.mark.filterwarnings("ignore:std")
+@pytest.mark.filterwarnings("ignore:std")  # of one token, in transformers' timestamps of words
 @pytest.mark.parametrize("samples", [*SHORT, *LONG], ids=lambda samples: f"{len(samples) / RATE:g} s")
 def test_words_are_those_of_the_pipeline(served: Served, samples: Any) -> None:
     from transformers import pipeline
@@ -208,7 +208,7 @@ def test_a_checkpoint_that_cannot_align_or_time(tmp_path: Path) -> None:
 
 def test_a_wrong_file_names_its_row_and_touches_no_other(served: Served) -> None:
     good = served.start(Asked([encode(SHORT[0])]))
-    with pytest.raises(RequestError, match=r"audio is no file of .* \(row 1\)$"):
+    with pytest.raises(RequestError, match=r"audio is not WAV .* \(row 1\)$"):
         served.ask(encode(SHORT[0]), b"nonsense")
     assert good.wait()["text"].shape == (1,)
 
