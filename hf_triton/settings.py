@@ -206,7 +206,8 @@ class ModelSettings(BaseModel):
 
     max_prompt_bytes: Count | None = None
     """Maximum size of one prompt in UTF-8 bytes, checked before tokenization, which takes seconds for a megabyte. By
-    default 16 times the context length; for encoders at least 262144, as they cut texts or read them in windows."""
+    default 16 times the context length; for encoders at least 262144, as they cut texts or read them in windows; for
+    files of audio 67108864."""
 
     engine: Annotated[Literal["auto", "continuous", "batch"], FormerValue("rolling", "continuous")] = "auto"
     """Engine that generates. `continuous` is continuous batching: sequences join and leave the running batch at any

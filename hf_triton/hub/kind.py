@@ -82,7 +82,7 @@ def find_task(folder: Path) -> str | None:
     """What a checkpoint's files say that it does; None if they say nothing of it.
 
     A cross-encoder has one label, and a checkpoint without a head (`BertModel`) makes embeddings. What is not served
-    has another name (`ctc`).
+    has another name (`object-detection`).
     """
     return next(iter(find_tasks(folder)), None)
 

@@ -39,9 +39,14 @@ LIMITS = {
 }
 NUM_TOKEN_IDS = 300
 OF_ENCODERS = [
-    f"POST /v1/{name}" for name in ("embeddings", "rerank", "score", "classify", "token-classification", "fill-mask")
+    f"POST /v1/{name}"
+    for name in (
+        *("embeddings", "rerank", "score", "classify", "token-classification", "fill-mask"),
+        *("audio/transcriptions", "audio/translations"),
+    )
 ]
-"""Operations that no model of this gateway answers with 200; tests/openai/test_encoders.py has models that do."""
+"""Operations that no model of this gateway answers with 200; those of tests/openai/test_encoders.py and
+tests/server/test_speech.py do."""
 
 
 def schema() -> Any:

@@ -3,6 +3,7 @@
 
 import base64
 import json
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from hf_triton.openai.config import GatewayConfig
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from tests.support.client import get, post
 from tests.support.gateway import GatewayThread
+from tests.support.paths import ROOT
 from tests.support.speech import Served, encode, save_whisper, sound
 
 pytestmark = pytest.mark.filterwarnings("ignore:std")  # of one token, in transformers' timestamps of words
@@ -93,6 +95,23 @@ def test_wrong_requests_to_triton(server: TritonServer) -> None:
         answer = post(server, "/v2/models/whisper/generate", body)
         assert answer.status == 400
         assert sentence in answer.error
+
+
+def test_documented_requests(server: TritonServer, gateway: GatewayThread, tmp_path: Path) -> None:
+    (tmp_path / "speech.wav").write_bytes(WAV)
+    lines = [
+        line
+        for name in ("speech.md", "openai.md")
+        for line in (ROOT / "docs" / name).read_text().splitlines()
+        if "speech.wav" in line
+    ]
+    assert len(lines) == 4
+    for line in lines:
+        line = line.replace("localhost:9000", gateway.url).replace("localhost:8000", server.http_url)
+        line = line.replace("whisper-tiny", "whisper").replace("curl ", "curl --silent --fail ")
+        done = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr + done.stdout
+        assert done.stdout
 
 
 # --- the gateway -----------------------------------------------------------------------------------------------------
