@@ -104,7 +104,13 @@ class SpeechRecognition(DeclaredTask):
 
     @classmethod
     def start(
-        cls, checkpoint: Checkpoint, settings: ModelSettings, *, on_fatal: Callable[[], None], meter: Meter, hub: Hub
+        cls,
+        checkpoint: Checkpoint,
+        settings: ModelSettings,
+        *,
+        on_fatal: Callable[[], None],
+        meter: Meter,
+        hub: Hub | None = None,
     ) -> SpeechService:
         """See `DeclaredTask`."""
         from hf_triton.tasks.speech_service import build_speech_service

@@ -47,7 +47,13 @@ class DeclaredTask:
 
     @classmethod
     def start(
-        cls, checkpoint: Checkpoint, settings: ModelSettings, *, on_fatal: Callable[[], None], meter: Meter, hub: Hub
+        cls,
+        checkpoint: Checkpoint,
+        settings: ModelSettings,
+        *,
+        on_fatal: Callable[[], None],
+        meter: Meter,
+        hub: Hub | None = None,
     ) -> LoadedTask:
         """Serve a loaded checkpoint, its engine running.
 

@@ -88,7 +88,13 @@ class EncoderTask(DeclaredTask, ABC, Generic[Options]):
 
     @classmethod
     def start(
-        cls, checkpoint: Checkpoint, settings: ModelSettings, *, on_fatal: Callable[[], None], meter: Meter, hub: Hub
+        cls,
+        checkpoint: Checkpoint,
+        settings: ModelSettings,
+        *,
+        on_fatal: Callable[[], None],
+        meter: Meter,
+        hub: Hub | None = None,
     ) -> EncoderService:
         """See `DeclaredTask`."""
         from hf_triton.tasks.encoding import build_encoder_service

@@ -43,7 +43,7 @@ OF_ENCODERS = [
     *("/v1/audio/transcriptions", "/v1/audio/translations"),
     *("/embed", "/embed_all", "/embed_sparse", "/predict", "/similarity", "/info", "/v2/embed", "/v2/rerank"),
 ]
-"""Paths that no model of this gateway answers with 200; those of test_encoders.py, test_tei.py and test_speech.py do."""
+"""Paths that no model of this gateway answers with 200; those of test_encoders.py, test_tei.py, test_speech.py do."""
 
 
 def schema() -> Any:

@@ -208,7 +208,7 @@ def test_a_checkpoint_that_cannot_align_or_time(tmp_path: Path) -> None:
 
 def test_a_wrong_file_names_its_row_and_touches_no_other(served: Served) -> None:
     good = served.start(Asked([encode(SHORT[0])]))
-    with pytest.raises(RequestError, match=r"audio is not WAV .* \(row 1\)$"):
+    with pytest.raises(RequestError, match=r"audio is not WAV, .* \(row 1\)$"):
         served.ask(encode(SHORT[0]), b"nonsense")
     assert good.wait()["text"].shape == (1,)
 
