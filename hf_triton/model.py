@@ -125,9 +125,9 @@ def declared_task(
         LoadError: They cannot be.
     """
     from hf_triton.hub.resolve import Hub
-    from hf_triton.tasks.registry import folder_task
+    from hf_triton.tasks.registry import VARIANTS, folder_task
 
-    if own is None and settings.task is None:
+    if own is None and settings.task in (None, *(task for task, _ in VARIANTS)):
         Hub(model_folder, settings, os.environ).fetch_config()
     task = folder_task(own, settings, model_folder)
     return None if task is None else task.declaration
@@ -231,7 +231,7 @@ def start_encoder(
     check_encoder_hooks(hooks, task_class.declaration.name)
     hub = Hub(Path(args["model_repository"]), settings, os.environ)
     checkpoint = load(hooks, hub, settings, args, task_class.auto_class)
-    return build_encoder_service(task_class, checkpoint, settings, on_fatal=stop_server, meter=meter)
+    return build_encoder_service(task_class, checkpoint, settings, on_fatal=stop_server, meter=meter, hub=hub)
 
 
 def load(

@@ -54,6 +54,14 @@ def _check_adapter_name(name: str) -> str:
     return name
 
 
+def _check_file_name(name: str) -> str:
+    if not re.fullmatch(r"\w[\w.+ -]*(/\w[\w.+ -]*)?", name):
+        raise ValueError(
+            f"gguf_file must be a file's name in the repository, or a quantisation (Q4_K_M), got {clip(name)}"
+        )
+    return name
+
+
 def _check_header_pattern(pattern: str) -> str:
     compile_header_pattern(pattern)
     return pattern
@@ -86,6 +94,7 @@ TaskName = Literal[
     "fill-mask",
     "zero-shot-classification",
     "feature-extraction",
+    "sparse-embeddings",
     "tokenization",
     "summarization",
     "translation",
@@ -131,13 +140,17 @@ class ModelSettings(BaseModel):
     transformers' pipeline for that task, if there is one."""
 
     task: TaskName | None = None
-    """What the model does. By default what the checkpoint's files say: `embeddings` for models of
-    sentence-transformers and encoders without a head, otherwise what the model's head is for. `feature-extraction`,
-    `tokenization`, `zero-shot-classification`, `summarization`, `translation` and `text2text-generation` must be
-    set."""
+    """What the model does. By default what the checkpoint's files say: `embeddings` or `sparse-embeddings` for models
+    of sentence-transformers, `embeddings` for encoders without a head, otherwise what the model's head is for.
+    `feature-extraction`, `tokenization`, `zero-shot-classification`, `summarization`, `translation` and
+    `text2text-generation` must be set."""
 
     revision: Annotated[str, annotated_types.MinLen(1)] = "main"
     """Branch, tag or commit of the model on the Hub. Only a 40-digit commit never changes."""
+
+    gguf_file: Annotated[str, AfterValidator(_check_file_name)] | None = None
+    """The GGUF file to load: its name in the repository or folder, or the end of it, the quantisation (`Q4_K_M`). By
+    default, if there are no other weights, the only one. Its weights are dequantised at load."""
 
     tokenizer: Annotated[str, annotated_types.MinLen(1)] | None = None
     """Hub name or path of a tokenizer to use instead of the model's own."""
@@ -309,8 +322,15 @@ class ModelSettings(BaseModel):
     def _check_together(self) -> Self:
         if self.load_format == "dummy" and self.quantization_config:
             raise ValueError("quantization_config needs real weights: leave it out, or set load_format to auto")
+        if self.gguf_file and (self.quantization_config or self.runtime != "torch"):
+            raise ValueError(
+                "a GGUF file has its own quantisation and is computed by torch: leave out runtime and "
+                "quantization_config, or gguf_file"
+            )
         if self.runtime == "torch" and self.precision != "float32":
             raise ValueError("precision is that of a graph: set runtime to onnx, or dtype in place of precision")
+        if self.runtime != "torch" and self.adapters:
+            raise ValueError(f"runtime {self.runtime} computes a graph, which takes no adapters: set runtime to torch")
         if self.runtime != "torch" and (self.load_format, self.dtype, self.quantization_config) != ("auto", "auto", {}):
             raise ValueError(
                 f"runtime {self.runtime} computes a graph, whose numbers are fixed: leave out load_format, dtype and "

@@ -38,11 +38,17 @@ SECTIONS: Final[Mapping[str, Mapping[str, str]]] = {
         "unload": "Unload a model folder.",
         "generate": "Print a completion of a prompt.",
         "chat": "Talk to a model.",
+        "run-batch": "Answer a file of requests.",
         "bench": "Measure a model under load with AIPerf.",
     },
 }
 """The help's lines, by section and command."""
-MODULES: Final = {"list": "listing:list_models", "load": "models:load", "unload": "models:unload"}
+MODULES: Final = {
+    "list": "listing:list_models",
+    "load": "models:load",
+    "unload": "models:unload",
+    "run-batch": "run_batch:run_batch",
+}
 EPILOG: Final = """\b
 Examples:
   hf-triton run Qwen/Qwen3-0.6B "Why is the sky blue?"

@@ -84,8 +84,9 @@ class Measured:
         self._max_length: int = task.max_length
         encoded = [task.to_input(task.tokenize(text, truncate=True)) for text in texts]
         # A masked-language head is asked for the masks alone.
-        self._positions = [1] if task.auto_class == "AutoModelForMaskedLM" else None
-        self._kind = "vectors" if task.auto_class == "AutoModel" else "logits"
+        name = task.declaration.name
+        self._positions = [1] if name == "fill-mask" else None
+        self._kind = "vectors" if task.auto_class == "AutoModel" and name != "sparse-embeddings" else "logits"
         self._has_types = encoded[0].type_ids is not None
         self._inputs = [self._input(each.ids) for each in encoded]
         self._ids = [token_id for each in encoded for token_id in each.ids]

@@ -24,6 +24,7 @@ from hf_triton.cli.folders import (
     parse_message,
 )
 from hf_triton.errors import HfTritonError, SettingsError
+from hf_triton.hub.gguf import CHAT_TEMPLATE, check_gguf, find_gguf
 from hf_triton.hub.resolve import Hub
 from hf_triton.protocol.task_declaration import TaskDeclaration
 from hf_triton.settings import MODEL_SETTINGS, ModelSettings
@@ -102,6 +103,9 @@ def has_chat_template(folder: Path) -> bool:
     checkpoint = Hub(folder, settings, os.environ).find_config_folder()
     if settings.chat_template is not None or checkpoint is None:
         return True
+    with contextlib.suppress(HfTritonError):  # the load says what is wrong
+        if settings.tokenizer is None and (gguf := find_gguf(checkpoint, settings.gguf_file)):
+            return CHAT_TEMPLATE in check_gguf(checkpoint / gguf, settings.huggingface_model).values
     config = checkpoint / "tokenizer_config.json"
     is_inside = config.exists() and '"chat_template"' in config.read_text(encoding="utf-8", errors="replace")
     return is_inside or any((checkpoint / name).exists() for name in CHAT_TEMPLATES)

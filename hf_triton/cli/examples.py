@@ -45,6 +45,7 @@ ENCODERS: Final[Mapping[str, tuple[str, tuple[str, str] | None]]] = {
     ),
     "question": ('"question":"Who lives here?","context":"Anna lives here."', None),
     "candidate_labels": ('"text":"The harbour is far.","candidate_labels":["places","food"]', None),
+    "num_values": ('"text":"How far is the harbour?"', None),
     "label": ('"text":"The harbour is beautiful."', ("classify", '"input":"The harbour is beautiful."')),
     "output": ('"text":"Anna lives at the harbour."', None),
 }

@@ -22,13 +22,13 @@ from hf_triton.cli.folders import (
 )
 from hf_triton.cli.model_folder import TASKS
 from hf_triton.cli.own_code import own_class
-from hf_triton.cli.sizes import cache_bytes_per_token, loaded_bytes
+from hf_triton.cli.sizes import cache_bytes_per_token, dtype_name, loaded_bytes
 from hf_triton.cli.tensors import check_tensors
 from hf_triton.engine.decoding import decoding_error
 from hf_triton.errors import HfTritonError, HubError, SettingsError
 from hf_triton.hub.failures import explain_download
 from hf_triton.hub.kind import find_task
-from hf_triton.hub.pretrained import is_quantized
+from hf_triton.hub.pretrained import gguf_of, is_quantized
 from hf_triton.hub.resolve import Hub
 from hf_triton.hub.spec import CheckpointSpec
 from hf_triton.settings import DoorSettings, ModelSettings
@@ -122,13 +122,14 @@ class FolderCheck:
         task = folder_task(own.task_class, settings, self._folder)
         name = task.declaration.name if task else settings.task or "text-generation"
         hub = Hub(self._folder, settings, os.environ, download=_refuse_download)
-        self._check_task(hub.find_config_folder(), settings.task or (name if task else None))
+        decided = name if task or settings.task or settings.gguf_file else None
+        self._check_task(hub.find_config_folder(), decided)
         with self._errors("ports"):
             _check_ports(config, task.declaration if task else None)
         checkpoint = self._find_checkpoint(hub)
         if checkpoint is None:
             return
-        self._add("checkpoint", "ok", str(checkpoint))
+        self._add("checkpoint", "ok", str(checkpoint / (gguf_of(checkpoint, settings) or "")))
         model_config = None
         with self._errors("model"):
             from hf_triton.hub.checkpoint import context_length
@@ -201,6 +202,9 @@ class FolderCheck:
         elif settings.runtime == "torch" and (error := decoding_error(settings.decoding, device_of(config))):
             self._add("engine", "error", error)
         is_undone = False
+        if gguf_of(checkpoint, settings):
+            dtype = dtype_name(model_config, settings).replace("None", "float32")
+            self._add("quantisation", "ok", f"GGUF, undone at load: the weights become {dtype}")
         with self._errors("quantisation"):
             if quantization := check_quantization(model_config, settings):
                 method, is_undone = quantization

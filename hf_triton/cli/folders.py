@@ -31,7 +31,8 @@ def is_model_folder(folder: Path) -> bool:
 
 def is_checkpoint(folder: Path) -> bool:
     """Whether a folder is a checkpoint, which needs a model folder that names it."""
-    return (folder / "config.json").exists() and not is_model_folder(folder)
+    has_weights = (folder / "config.json").exists() or any(folder.glob("*.gguf"))
+    return has_weights and not is_model_folder(folder)
 
 
 def defects(repository: Path) -> Mapping[str, str]:

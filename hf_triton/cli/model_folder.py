@@ -13,6 +13,7 @@ from typing import Final
 import click
 
 from hf_triton.errors import HubError, SettingsError, clip
+from hf_triton.hub.gguf import SUFFIX
 from hf_triton.settings import LoadedSettings, ModelSettings, TaskName, load_settings
 
 TASKS: Final[tuple[str, ...]] = typing.get_args(TaskName)
@@ -24,14 +25,19 @@ import hf_triton
 class TritonPythonModel(hf_triton.TritonPythonModel):
     """Adds nothing: config.pbtxt names the checkpoint."""
 '''
-HUB_NAME: Final = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?)(?:@([\w./-]+))?")
-"""A name on the Hub, and the revision behind `@`."""
+HUB_NAME: Final = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?)(?::([\w./-]+))?(?:@([\w./-]+))?")
+"""A name on the Hub, the GGUF file or its quantisation behind `:`, and the revision behind `@`."""
 
 
-def folder_name(model: str, taken: Collection[str] = ()) -> str:
-    """A folder's name for a checkpoint: the last part of its name in lower case, made unique by a number."""
-    last = Path(model).name.lower()
-    name = re.sub(r"[^a-z0-9._-]+", "-", last).strip("-.") or "model"
+def folder_name(settings: Mapping[str, str], taken: Collection[str] = ()) -> str:
+    """A folder's name for a checkpoint: the last part of its name in lower case, made unique by a number.
+
+    A GGUF file gives its own name, or its quantisation adds to that of the model. There is no colon in it: the gateway
+    takes what follows one for a LoRA adapter.
+    """
+    model, gguf = Path(settings["huggingface_model"]).name, settings.get("gguf_file")
+    last = model if gguf is None else Path(gguf).stem if gguf.endswith(SUFFIX) else f"{model}-{gguf}"
+    name = re.sub(r"[^a-z0-9._-]+", "-", last.lower()).strip("-.") or "model"
     number = 2
     unique = name
     while unique in taken:
@@ -43,17 +49,20 @@ def model_settings(model: str, more: Mapping[str, str]) -> dict[str, str]:
     """The settings of a folder: the checkpoint, and what is given beside it.
 
     Args:
-        model: A name on the Hub, with `@REVISION` or without, or a path.
+        model: A name on the Hub, with `:QUANTISATION` and `@REVISION` or without, or a path.
         more: Further settings, by name.
 
     Raises:
         HubError: It is a relative path of no folder; an absolute one may exist where the model is served.
     """
-    named = HUB_NAME.fullmatch(model)
-    if os.path.isdir(os.path.expanduser(model)):
-        own = {"huggingface_model": os.path.abspath(os.path.expanduser(model))}
-    elif named and named[2]:
-        own = {"huggingface_model": named[1], "revision": named[2]}
+    path = Path(model).expanduser().absolute()
+    if path.is_dir():
+        own = {"huggingface_model": os.path.abspath(path)}
+    elif path.suffix == SUFFIX and (path.is_file() or os.path.isabs(model)):
+        own = {"huggingface_model": os.path.abspath(path.parent), "gguf_file": path.name}
+    elif named := HUB_NAME.fullmatch(model):
+        own = dict(zip(("huggingface_model", "gguf_file", "revision"), named.groups(), strict=True))
+        own = {name: text for name, text in own.items() if text}
     elif model.startswith(("./", "../", "~")):
         raise HubError("path_not_found", f"there is no folder {clip(model)}")
     else:

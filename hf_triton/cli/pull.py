@@ -14,6 +14,7 @@ from hf_triton.cli.model_folder import SET, check_settings, model_settings
 from hf_triton.cli.staging import publish, staging_folder
 from hf_triton.cli.tables import size_words
 from hf_triton.errors import HubError
+from hf_triton.hub.gguf import SUFFIX, find_gguf
 
 
 @click.command(epilog="Example: hf-triton pull Qwen/Qwen3-0.6B --into-folder qwen3-checkpoint")
@@ -25,7 +26,7 @@ from hf_triton.errors import HubError
 )
 @SET
 def pull(models: Sequence[str], into_folder: Path | None, settings: Mapping[str, str]) -> None:
-    """Download MODEL, a Hub name with @REVISION or without, unless the cache has it."""
+    """Download MODEL, a Hub name with :QUANTISATION and @REVISION or without, unless the cache has it."""
     if into_folder is not None and (len(models) > 1 or (into_folder.exists() and any(into_folder.iterdir()))):
         raise click.UsageError("--into-folder takes one model and a folder that is empty or does not exist")
     use_standard_cache()
@@ -35,17 +36,27 @@ def pull(models: Sequence[str], into_folder: Path | None, settings: Mapping[str,
             folder = fetch(Path.cwd(), loaded)
         except HubError as error:
             raise in_typed_words(error) from None
+        gguf = find_gguf(folder, loaded.gguf_file)
         if into_folder is not None:
-            folder = _copy(folder, into_folder)
-        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+            folder = _copy(folder, into_folder, gguf)
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and _is_part(path, gguf))
         click.echo(f"{model}: {folder} ({size_words(size)})")
 
 
-def _copy(snapshot: Path, folder: Path) -> Path:
+def _is_part(file: Path, gguf: str | None) -> bool:
+    """Whether a file of a snapshot belongs to the checkpoint; other GGUF files do not."""
+    return gguf is None or file.suffix != SUFFIX or file.name == Path(gguf).name
+
+
+def _copy(snapshot: Path, folder: Path, gguf: str | None) -> Path:
     """Copy a snapshot's files; its links point into the cache."""
+
+    def others(parent: str, names: list[str]) -> list[str]:
+        return [name for name in names if not _is_part(Path(parent, name), gguf)]
+
     try:
         with staging_folder(folder) as staging:
-            copied = shutil.copytree(snapshot, Path(staging) / "checkpoint")
+            copied = shutil.copytree(snapshot, Path(staging) / "checkpoint", ignore=others)
             publish(copied, folder)
     except (OSError, shutil.Error) as error:
         raise HubError("disk_full", f"the checkpoint cannot be copied to {folder}: {error}") from None

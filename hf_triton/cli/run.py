@@ -52,7 +52,7 @@ def run(
     if prompt is not None and not prompt.strip():
         raise click.UsageError("the prompt is empty")
     exit_at_sigterm()
-    with _serving(model, settings) as (name, server), asyncio.Runner() as runner:
+    with serving(model, settings, generates=True) as (name, server), asyncio.Runner() as runner:
         try:
             talk(Session(Triton(server.grpc_url, {}), runner, sampling.values, system), name, prompt)
         except HfTritonError as error:
@@ -60,8 +60,13 @@ def run(
 
 
 @contextlib.contextmanager
-def _serving(model: str | None, settings: Mapping[str, Any]) -> Iterator[tuple[str, TritonServer]]:
+def serving(model: str | None, settings: Mapping[str, Any], *, generates: bool) -> Iterator[tuple[str, TritonServer]]:
     """A server with one model, on free ports; and the model's name.
+
+    Args:
+        model: As `hf-triton serve` takes it; None: the demo model.
+        settings: Of a checkpoint's folder.
+        generates: Whether a model that generates no text is refused.
 
     Raises:
         click.UsageError: It is a model repository, or settings are given for a folder.
@@ -76,7 +81,7 @@ def _serving(model: str | None, settings: Mapping[str, Any]) -> Iterator[tuple[s
         name = DEMO_NAME if given is None else model_folders(given)[0].name
         for defect in ({**defects(given), **fetch_models(model_folders(given))} if given else {}).values():
             raise ServerError("server_failed", f"{name} cannot be served: {defect}")
-        if given is not None and (task := encoder_declaration(given / name)):
+        if generates and given is not None and (task := encoder_declaration(given / name)):
             raise _wrong_task(model, task.name)
         repository = stack.enter_context(served_repository(given, ()))
         doors = stack.enter_context(door_repository(repository, ()))

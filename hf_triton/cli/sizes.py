@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from hf_triton.errors import CheckpointError
 from hf_triton.hub.graph import check_graph
-from hf_triton.hub.pretrained import is_quantized
+from hf_triton.hub.pretrained import gguf_of, is_quantized
 from hf_triton.hub.snapshot import weight_files
 from hf_triton.settings import ModelSettings
 
@@ -39,6 +39,7 @@ def loaded_bytes(
     if settings.runtime != "torch":
         _, file = check_graph(folder, settings)
         return sum(path.stat().st_size for path in folder.glob(f"{file.name}*"))
+    from_files = from_files and not gguf_of(folder, settings)
     num_bytes = _bytes_in_safetensors(folder, config, settings) if from_files else None
     if num_bytes is None and type(config) in kind._model_mapping:
         return _bytes_of_parameters(kind, config, settings)
@@ -59,7 +60,7 @@ def _bytes_in_safetensors(folder: Path, config: Any, settings: ModelSettings) ->
 
 
 def _bytes_of_parameters(kind: Any, config: Any, settings: ModelSettings) -> int:
-    """By a model that is built without weights, for random weights and pickle files."""
+    """By a model that is built without weights, for random weights, pickle and GGUF files."""
     import torch
 
     dtype = getattr(torch, dtype_name(config, settings), torch.float32)

@@ -109,7 +109,7 @@ def _write(model: str, repository: Path, settings: Mapping[str, str], *, stream:
     own = model_settings(model, settings)
     if not _may_exist(own["huggingface_model"]):
         raise HubError("path_not_found", f"there is no folder {clip(model)}, and it is no name on the Hub (OWNER/NAME)")
-    name = folder_name(own["huggingface_model"], os.listdir(repository))
+    name = folder_name(own, os.listdir(repository))
     loaded = check_settings(own).settings
     write_model_folder(repository / name, own, stream=stream)
     try:

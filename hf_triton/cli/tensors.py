@@ -9,7 +9,7 @@ from typing import Any, Final
 from zipfile import is_zipfile
 
 from hf_triton.errors import CheckpointError
-from hf_triton.hub.pretrained import is_quantized, load_model, silence_transformers
+from hf_triton.hub.pretrained import gguf_of, is_quantized, load_model, silence_transformers
 from hf_triton.hub.snapshot import weight_files
 from hf_triton.settings import ModelSettings
 
@@ -29,11 +29,14 @@ def check_tensors(folder: Path, config: Any, settings: ModelSettings, auto_class
         auto_class_name: The class of transformers for the task of an encoder; None for text generation.
 
     Returns:
-        Whether it is known: not of what is quantised, nor of pickle files in torch's old form, which would be read.
+        Whether it is known: not of what is quantised, GGUF files among it, nor of pickle files in torch's old form,
+        which would be read.
 
     Raises:
         CheckpointError: Tensors are missing, extra or of other shapes, in the sentence of a load.
     """
+    if gguf_of(folder, settings):  # whose reader dequantises
+        return False
     files = [folder / name for name in weight_files(folder, os.listdir(folder), settings.allow_pickle)]
     are_mapped = all(file.suffix == ".safetensors" or is_zipfile(file) for file in files)
     if settings.quantization_config or is_quantized(config) or not are_mapped:

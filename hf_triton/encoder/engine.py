@@ -43,6 +43,8 @@ def build_encoder(
     *,
     per_token: bool,
     reduce: Reduce | None = None,
+    merge: Reduce | None = None,
+    takes_adapters: bool = False,
     max_batch_tokens: int | None = None,
     pack_weights: Literal["auto"] | bool = "auto",
     keeps_dtype: bool = False,
@@ -57,6 +59,8 @@ def build_encoder(
         outputs: Names of the model's outputs, as `("start_logits", "end_logits")`.
         per_token: Whether an output has a row for each token.
         reduce: Applied on the device to each sequence's outputs in float32, for pooling.
+        merge: See `build_forward`.
+        takes_adapters: Whether LoRA adapters may be loaded, into the engine's `adapters`.
         max_batch_tokens: The most tokens of a forward, but for a longer sequence alone; None: the device's default.
         pack_weights: On a CPU, which linear layers get the layout that oneDNN computes with, in half the time; `auto`
             packs those that are faster so, by timing each shape.
@@ -71,7 +75,15 @@ def build_encoder(
         logger.info("this processor has no instructions for %s: the model becomes %s", model.dtype, dtype)
         model.to(dtype)
     forward = build_forward(
-        model, outputs, per_token=per_token, reduce=reduce, pack_weights=pack_weights, way=way, decoding=decoding
+        model,
+        outputs,
+        per_token=per_token,
+        reduce=reduce,
+        merge=merge,
+        takes_adapters=takes_adapters,
+        pack_weights=pack_weights,
+        way=way,
+        decoding=decoding,
     )
     return EncoderEngine(forward, max_batch_tokens=max_batch_tokens, on_fatal=on_fatal)
 
@@ -109,6 +121,8 @@ class EncoderEngine(Worker[EncoderGroup]):
         """The same, but for what the memory had no room for lately."""
         self.way: Way = forward.way
         """How sequences share a forward."""
+        self.adapters = forward.adapters
+        """The model's LoRA adapters; None: it takes none."""
         self._forward = forward
         self._running: list[Job] = []
         self.thread.start()

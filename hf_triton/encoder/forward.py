@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Final, Literal
 
@@ -17,6 +18,7 @@ from hf_triton.encoder.probe import MAX_CONTEXT, Way, probe_inputs, probe_way
 from hf_triton.encoder.types import EncoderInput
 from hf_triton.engine.decoding import DecodingMode, capture_forwards
 from hf_triton.errors import HfTritonError, RequestError
+from hf_triton.runner.adapters import Adapter, Adapters
 from hf_triton.runner.calling import begin_anew
 from hf_triton.runner.cpu import accelerate_encoder
 from hf_triton.runner.cuda import fuse
@@ -46,6 +48,8 @@ def build_forward(
     *,
     per_token: bool,
     reduce: Reduce | None = None,
+    merge: Reduce | None = None,
+    takes_adapters: bool = False,
     pack_weights: Literal["auto"] | bool = False,
     way: Way | None = None,
     decoding: DecodingMode = "auto",
@@ -57,6 +61,9 @@ def build_forward(
         outputs: Names of the model's outputs, as `("start_logits", "end_logits")`.
         per_token: Whether an output has a row for each token.
         reduce: Applied on the device to each sequence's outputs in float32, for pooling.
+        merge: Joins what `reduce` gives of two parts of a sequence's tokens: a row with too many numbers is then
+            computed in parts.
+        takes_adapters: Whether LoRA adapters may be loaded, into the forward's `adapters`.
         pack_weights: On a CPU, which linear layers get oneDNN's layout, see `accelerate`; the model is changed.
         way: None: what a probe finds, and `padded` for a graph, which was measured so when it was made.
         decoding: Whether a GPU's small rows are captured as graphs; `cuda_graphs` requires it.
@@ -82,7 +89,10 @@ def build_forward(
         return EncoderForward(model.base_model, ("last_hidden_state",), per_token=True, reduce=None, way=way)
 
     way = way or probe_way(model, build, build_base, per_token=per_token)
-    forward = EncoderForward(model, outputs, per_token=per_token, reduce=reduce, way=way)
+    adapters = Adapters(model, outputs[0], mixes=way == "packed") if takes_adapters else None
+    forward = EncoderForward(
+        model, outputs, per_token=per_token, reduce=reduce, way=way, merge=merge, adapters=adapters
+    )
     if way == "packed" and forward.device.type == "cuda":
         forward(inputs * (1 + WARM_UP_TOKENS // sum(len(each.ids) for each in inputs)))
     capture_forwards(decoding, forward.device, lambda: forward.capture(inputs))
@@ -98,18 +108,30 @@ class EncoderForward:
         per_token: Whether an output has a row for each token.
         reduce: Applied on the device to each sequence's outputs in float32, for pooling.
         way: How sequences share a forward, see `probe_way`.
+        merge: See `build_forward`.
+        adapters: The model's LoRA adapters; None: it takes none.
 
     Raises:
         NotPackableError: `way` is `packed`, and the model takes no position ids.
     """
 
     def __init__(
-        self, model: Any, outputs: tuple[str, ...], *, per_token: bool, reduce: Reduce | None, way: Way
+        self,
+        model: Any,
+        outputs: tuple[str, ...],
+        *,
+        per_token: bool,
+        reduce: Reduce | None,
+        way: Way,
+        merge: Reduce | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         self._model = model
         self._outputs = outputs
         self._per_token = per_token
         self._reduce = reduce
+        self._merge = merge
+        self.adapters = adapters
         self.way: Way = way
         self.device: torch.device = model.get_input_embeddings().weight.device
         self._takes_types = "token_type_ids" in inspect.signature(model.forward).parameters
@@ -124,7 +146,9 @@ class EncoderForward:
         self._max_states = MAX_STATES_TOKENS.get(self.device.type, MAX_STATES_TOKENS["cuda"])
         self._max_positions = max_positions(model)
         head = model.get_output_embeddings()
-        self._width: int = 1024 if head is None else head.weight.shape[0]
+        width = 1024 if head is None else head.weight.shape[0]
+        self._max_outputs: int = max(MAX_OUTPUTS // width, 1)
+        """Tokens whose outputs are computed together."""
         self._num_types: int = getattr(model.config, "type_vocab_size", None) or 2**31
         self._num_ids: int = model.get_input_embeddings().weight.shape[0]
 
@@ -138,6 +162,9 @@ class EncoderForward:
         results: list[torch.Tensor | None] = [None] * len(inputs)
         for batch in self._split(inputs, order):
             members = [inputs[index] for index in batch]
+            if self._base and self._merge and sum(map(_num_wanted, members)) > self._max_outputs:
+                results[batch[0]] = self._in_parts(self._base, *members)
+                continue
             outputs = self._packed(self._base, members) if self._base else self._padded(members)
             for index, output in zip(batch, outputs, strict=True):
                 results[index] = self._finish(output)
@@ -195,29 +222,68 @@ class EncoderForward:
         if self.way == "alone":
             return [[index] for index in order]
         if self.way == "padded":
-            return list(split(order, lengths, max_padded=self._max_padded, max_padding=self._max_padding))
+            max_padded = min(self._max_padded, self._max_outputs) if self._per_token else self._max_padded
+            return [
+                batch
+                for own in _by_adapter(inputs, order)
+                for batch in split(own, lengths, max_padded=max_padded, max_padding=self._max_padding)
+            ]
         if self._per_token:
-            counts = [len(wanted_positions(each)) for each in inputs]
-            return list(split(order, counts, max_total=MAX_OUTPUTS // self._width))
+            return list(split(order, list(map(_num_wanted, inputs)), max_total=self._max_outputs))
         return list(split(order, lengths, max_padded=self._max_states))
 
     def _packed(self, base: PackedBase, inputs: list[EncoderInput]) -> list[torch.Tensor]:
         row = pack_row(inputs, base.position_ids, self.device)
-        with base.running(row):
+        with self._adapters_of(inputs), base.running(row):
             if self._per_token:
                 outputs = self._run(row.ids, row.type_ids, None)[:, 0]
-                parts = torch.split(outputs, [len(wanted_positions(each)) for each in inputs], dim=1)
+                parts = torch.split(outputs, list(map(_num_wanted, inputs)), dim=1)
             else:
                 parts = self._run(*pad_batch(inputs, base.pad_id, self.device)).unbind(1)
         return [self._unstack(part) for part in parts]
 
+    def _in_parts(self, base: PackedBase, each: EncoderInput) -> torch.Tensor:
+        """What `reduce` gives of one sequence whose outputs are too many at once: the head computes parts of them."""
+        row = pack_row([each], base.position_ids, self.device)
+        kept = torch.arange(len(each.ids), device=self.device) if row.kept is None else row.kept
+        merged: torch.Tensor | None = None
+        with self._adapters_of([each]), base.running(row):
+            for row.kept in torch.split(kept, self._max_outputs):
+                part = self._finish(self._unstack(self._run(row.ids, row.type_ids, None)[:, 0]))
+                merged = part if merged is None or self._merge is None else self._merge(merged, part)
+        assert merged is not None
+        return merged
+
     def _padded(self, inputs: list[EncoderInput]) -> list[torch.Tensor]:
-        if self._begins_anew:
-            begin_anew(self._model, 1, self.device)
-        rows = self._run(*pad_batch(inputs, self._pad_id, self.device)).unbind(1)
+        with self._adapters_of(inputs):
+            if self._begins_anew:
+                begin_anew(self._model, 1, self.device)
+            rows = self._run(*pad_batch(inputs, self._pad_id, self.device)).unbind(1)
         if self._per_token:
             rows = tuple(_wanted(row, each) for row, each in zip(rows, inputs, strict=True))
         return [self._unstack(row) for row in rows]
+
+    def _adapters_of(self, inputs: list[EncoderInput]) -> AbstractContextManager[None]:
+        """For a forward: the adapters of sequences, sorted by length; those of a padded batch have the same.
+
+        It comes before all else that a forward does to the model: no adapter is tried meanwhile.
+        """
+        adapters, chosen = self.adapters, [each.adapter for each in inputs]
+        if adapters is None:
+            return nullcontext()
+        if self._base is None or not any(chosen):
+            return adapters.choose(chosen[:1])
+        keys = [adapter.key if adapter else None for adapter in chosen]
+
+        def repeated(counts: list[int]) -> list[str | None]:
+            return [key for key, count in zip(keys, counts, strict=True) for _ in range(count)]
+
+        tokens = repeated([len(each.ids) for each in inputs])
+        if self._per_token:
+            head = [repeated(list(map(_num_wanted, inputs)))]
+        else:
+            head = [keys, repeated([len(inputs[-1].ids)] * len(inputs))]
+        return adapters.choose_tokens(tokens, tokens[:1], *head)  # a pooler sees the first token of the whole row
 
     def _run(self, ids: torch.Tensor, type_ids: torch.Tensor | None, mask: torch.Tensor | None) -> torch.Tensor:
         """The named outputs, stacked, `[outputs, rows, ...]`."""
@@ -232,6 +298,18 @@ class EncoderForward:
     def _finish(self, output: torch.Tensor) -> torch.Tensor:
         output = output.float()
         return output if self._reduce is None else self._reduce(output).float()
+
+
+def _by_adapter(inputs: list[EncoderInput], order: list[int]) -> list[list[int]]:
+    """Sequences of each adapter: a layer of a padded batch may see what its rows share (DeBERTa's positions)."""
+    groups: dict[Adapter | None, list[int]] = {}
+    for index in order:
+        groups.setdefault(inputs[index].adapter, []).append(index)
+    return list(groups.values())
+
+
+def _num_wanted(each: EncoderInput) -> int:
+    return len(wanted_positions(each))
 
 
 def _make_no_cache(model: Any) -> None:

@@ -50,6 +50,7 @@ class PackedBase:
         if "position_ids" not in names:
             raise NotPackableError("the model takes no position ids")
         self._takes_types = "token_type_ids" in names
+        self._pools_first_state = isinstance(getattr(self._base, "pooler", None), torch.nn.Linear)  # ALBERT
         self._graphs: StepGraphs | None = None
         self._output_class: Any = None
         """Of the base, for states that a graph has computed."""
@@ -96,8 +97,10 @@ class PackedBase:
         if input_ids is None or args:
             raise NotPackableError("the head calls the base without ids, or with positional arguments")
         given = {name: value for name, value in kwargs.items() if value is not None and name not in OWN}
-        output = self._replay(row) or self._run(row.packed, row.ids, row.position_ids, row.type_ids, **given)
-        states = output.last_hidden_state
+        if row.computed is None:
+            output = self._replay(row) or self._run(row.packed, row.ids, row.position_ids, row.type_ids, **given)
+            row.computed = output, output.last_hidden_state
+        output, states = row.computed
         if self._per_token:
             output.last_hidden_state = states if row.kept is None else states[:, row.kept.to(states.device)]
             return output
@@ -123,10 +126,10 @@ class PackedBase:
     def _pool(self, states: torch.Tensor) -> torch.Tensor:
         """The base's pooler on padded states `[sequences, longest, size]`."""
         pooler = self._base.pooler
-        if not isinstance(pooler, torch.nn.Linear):
+        if not self._pools_first_state:
             pooled: torch.Tensor = pooler(states)
             return pooled
-        activation = getattr(self._base, "pooler_activation", torch.nn.Identity())  # ALBERT
+        activation = getattr(self._base, "pooler_activation", torch.nn.Identity())
         activated: torch.Tensor = activation(pooler(states[:, 0]))
         return activated
 
@@ -155,7 +158,7 @@ class PackedBase:
     def _replay(self, row: EncoderRow) -> Any:
         """The same outputs by a graph; None: it has none for the row."""
         type_ids = row.type_ids if self._takes_types else None
-        if self._graphs is None or (type_ids is not None and not self._has_types):
+        if self._graphs is None or row.has_adapters or (type_ids is not None and not self._has_types):
             return None
         step = row.packed.step
         graph = self._graphs.find(step.num_tokens, len(step.ranges), 0, 0)

@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +34,10 @@ class EncoderRow:
     type_ids: torch.Tensor | None
     kept: torch.Tensor | None
     """Indices of the tokens whose outputs are wanted; None: all."""
+    has_adapters: bool = False
+    """Whether a sequence has an adapter."""
+    computed: tuple[Any, torch.Tensor] | None = None
+    """The outputs of the model's base, and the states `[1, tokens, size]` in it, for a head that comes again."""
 
     def pad(self, states: torch.Tensor) -> torch.Tensor:
         """Give each sequence a row of its own: `[1, tokens, size]` to `[sequences, longest, size]`, zeros elsewhere."""
@@ -63,7 +68,8 @@ def pack_row(inputs: list[EncoderInput], position_ids: PositionIds | None, devic
     if any(each.type_ids is not None for each in inputs):
         row = np.fromiter(itertools.chain.from_iterable(map(_type_ids, inputs)), np.int64, step.num_tokens)
         types = array_to_device(row, device)[None]
-    return EncoderRow(PackedRow(step), ids[None], places[None], types, None if kept is None else rows)
+    has_adapters = any(each.adapter for each in inputs)
+    return EncoderRow(PackedRow(step), ids[None], places[None], types, None if kept is None else rows, has_adapters)
 
 
 def pad_batch(

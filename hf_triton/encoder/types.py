@@ -5,13 +5,16 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from hf_triton.engine.group import Group, Listener
 from hf_triton.errors import HfTritonError
+
+if TYPE_CHECKING:
+    from hf_triton.runner.adapters import Adapter
 
 Outputs = list[npt.NDArray[np.float32]]
 """One array for each input of a group."""
@@ -29,6 +32,8 @@ class EncoderInput:
     output_positions: list[int] | None = None
     """Of outputs per token, the tokens whose outputs are wanted, ascending; None: all. A masked-language head is
     computed for these alone."""
+    adapter: Adapter | None = None
+    """The LoRA adapter that computes it; None: the model alone."""
 
 
 @dataclass(frozen=True)

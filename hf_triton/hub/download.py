@@ -26,8 +26,9 @@ from typing import Any, Final, TypeVar
 
 from hf_triton.errors import CheckpointError, HubError
 from hf_triton.hub.failures import Failure, explain_download, incomplete_on_hub, is_transient, one_line
+from hf_triton.hub.gguf import choose_gguf
 from hf_triton.hub.kind import describe_other_kind
-from hf_triton.hub.sentence_modules import module_files
+from hf_triton.hub.sentence_modules import SPARSE_LINEAR, module_files
 from hf_triton.hub.snapshot import SAFETENSORS, is_sound, lacking_weights, missing_files, weight_files
 from hf_triton.hub.spec import CheckpointSpec
 
@@ -43,6 +44,7 @@ SMALL_FILES: Final = (
     "*.codes",
     "prophetnet.tokenizer",
     "additional_chat_templates/*.jinja",
+    *SPARSE_LINEAR,
 )
 
 T = TypeVar("T")
@@ -89,8 +91,11 @@ class Downloader:
             if missing:
                 raise incomplete_on_hub(spec, missing)
             return self._fetch(list(spec.files), sizes, commit)
+        gguf = choose_gguf(sizes, spec.gguf_file, allow_pickle=spec.allow_pickle) if spec.needs_config else None
         patterns = SMALL_FILES + (("*.py",) if spec.trust_remote_code else ())
         small = [name for name in sizes if _matches(name, patterns)]
+        if gguf is not None:
+            return self._fetch([*small, gguf], sizes, commit)
         if not small:
             self._check_kind(self._repository, sizes)
         snapshot = self._fetch(small, sizes, commit)

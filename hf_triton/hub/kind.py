@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from hf_triton.errors import CheckpointError, clip
+from hf_triton.hub.gguf import SUFFIX, list_files
 from hf_triton.hub.model_tables import tables_of_class, tables_of_family
-from hf_triton.hub.sentence_files import CROSS_ENCODER, GENERAL, MODULES, load_module_list, refusal
+from hf_triton.hub.sentence_files import CROSS_ENCODER, GENERAL, MODULES, SPARSE_ENCODER, load_module_list, refusal
+from hf_triton.hub.sentence_modules import sparse_linear_file
 
 TASKS_BY_TABLE: Final[Mapping[str, str]] = {
     "SEQ_TO_SEQ_CAUSAL_LM": "text-generation",
@@ -23,6 +25,8 @@ TASKS_BY_TABLE: Final[Mapping[str, str]] = {
     "QUESTION_ANSWERING": "question-answering",
 }
 """The task of a table of transformers' models; the first that has a class decides."""
+TASKS_BY_KIND: Final[Mapping[str, str]] = {CROSS_ENCODER: "rerank", SPARSE_ENCODER: "sparse-embeddings"}
+"""By `model_type` of sentence-transformers."""
 UNSPECIFIC: Final = {"BASE", "PRETRAINING", "TEXT_ENCODING"}
 """Tables of models without a head for a task."""
 TASKS_BY_ENDING: Final[Mapping[str, str]] = {
@@ -60,8 +64,11 @@ def describe_other_kind(folder: Path, names: Collection[str]) -> str | None:
             f"is an adapter{of}, not a whole model: set huggingface_model to its base model, and name the adapter in "
             "the setting adapters"
         )
-    if any(name.endswith(".gguf") for name in names):
-        return "has GGUF files, which llama.cpp reads: name the repository with the original safetensors"
+    if files := [name for name in names if name.endswith(SUFFIX)]:
+        return (
+            f"has GGUF files ({list_files(files)}): name one by its quantisation, `hf-triton serve NAME:Q4_K_M`, or by "
+            "the setting gguf_file"
+        )
     if "model_index.json" in names:
         return "is a pipeline of diffusers, which makes images: choose a model that generates text"
     if any(name.endswith(".onnx") for name in names):
@@ -90,20 +97,21 @@ def find_tasks(folder: Path) -> list[str]:
     config = _read_object(folder / "config.json")
     tasks = _tasks_of_architectures(config)
     if (folder / MODULES).exists() and "text-classification" not in tasks:
-        is_cross_encoder = _read_object(folder / GENERAL).get("model_type") == CROSS_ENCODER
-        tasks = ["rerank" if is_cross_encoder else "embeddings", *tasks]
+        kind = str(_read_object(folder / GENERAL).get("model_type"))
+        kind = SPARSE_ENCODER if "SpladePooling" in _module_kinds(folder) else kind
+        tasks = [TASKS_BY_KIND.get(kind, "embeddings"), *tasks]
     if "text-classification" in tasks and _num_labels(config) == 1:
         tasks = ["rerank" if task == "text-classification" else task for task in tasks]
     return list(dict.fromkeys(tasks))
 
 
-def find_way(folder: Path) -> Literal["generative", "pooled"] | None:
-    """How a checkpoint does its task: by a model that generates, by a cross-encoder's pooled vector, or by its head."""
+def find_way(folder: Path) -> Literal["generative", "pooled", "lexical"] | None:
+    """How a checkpoint does its task: by a model that generates, a pooled vector, its text's tokens, or its head."""
     if _tasks_of_architectures(_read_object(folder / "config.json"))[:1] == ["text-generation"]:
         return "generative"
     kind = _read_object(folder / GENERAL).get("model_type")
     is_pooled = kind == CROSS_ENCODER and "Pooling" in _module_kinds(folder)
-    return "pooled" if is_pooled else None
+    return "pooled" if is_pooled else "lexical" if sparse_linear_file(folder) else None
 
 
 def _module_kinds(folder: Path) -> list[str]:

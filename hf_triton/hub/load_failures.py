@@ -11,6 +11,7 @@ from textwrap import shorten
 from typing import Any, Final
 
 from hf_triton.errors import CheckpointError, clip
+from hf_triton.hub.gguf import SUFFIX
 
 NEEDS_GPTQMODEL: Final = "requires (gptqmodel|optimum)(?![\\w-])|GPU is required to quantize or run quantize model"
 """What transformers says of GPTQ and AWQ without these packages; the last is GPTQ on a CPU, which gptqmodel runs on."""
@@ -60,6 +61,8 @@ def explain_load(
             f"the pickle weights of {name} hold more than tensors, which can run code when they are read: do not use "
             "them; find safetensors",
         )
+    if family := re.search(r"GGUF model with architecture (.+) is not supported", message):
+        return _unsupported_gguf(name, family[1])
     if re.search(NEEDS_GPTQMODEL, message):
         return CheckpointError(
             "checkpoint_invalid",
@@ -102,6 +105,19 @@ def _unsupported_model(name: str, message: str) -> CheckpointError:
     )
 
 
+def _unsupported_gguf(name: str, family: str) -> CheckpointError:
+    import transformers
+    from transformers.integrations.gguf.gguf_config_mapping import GGUF_CONFIG_ARCHS
+    from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
+
+    known = sorted({*GGUF_CONFIG_ARCHS, *GGUF_SUPPORTED_ARCHITECTURES} - {"general", "tokenizer"})
+    return CheckpointError(
+        "unsupported_model",
+        f"transformers {transformers.__version__} does not read GGUF files of the architecture {clip(family)}, as "
+        f"{name} has: serve the repository with the original safetensors; it reads {', '.join(known)}",
+    )
+
+
 def _package(error: Exception, message: str, folder: Path | None) -> str | None:
     """The package that is missing, `it` if the message alone names it; None: none is."""
     named = re.search(NEEDS_PACKAGE, message)
@@ -134,6 +150,8 @@ def _remedy(error: Exception, message: str, part: str, folder: Path | None) -> s
     is_damaged = any(type(cause).__name__ in DAMAGED_TYPES for cause in causes) or re.search(DAMAGED, message)
     if is_damaged or "tiktoken" in message:
         return "fetch the checkpoint again, or choose another revision"
+    if part.endswith(SUFFIX):
+        return "choose another GGUF file, or the repository with the original safetensors"
     file = next((own for start, own in CONFIGS.items() if part.startswith(start)), "config.json")
     if "Should have a `model_type`" in message:
         return f"add model_type to {file}, or choose a model in the form of transformers"

@@ -10,23 +10,30 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import logging
 import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
 from hf_triton.errors import CheckpointError, LoadError, clip
+from hf_triton.hub.gguf import check_gguf, find_gguf
 from hf_triton.hub.imports import hidden
 from hf_triton.hub.kind import find_tasks
 from hf_triton.hub.load_failures import explain_load
+from hf_triton.hub.sentence_modules import SPARSE_LINEAR
 from hf_triton.hub.weights import check_weights
 from hf_triton.settings import TEXT_TO_TEXT, ModelSettings, TaskName
+
+logger = logging.getLogger(__name__)
 
 CHAT_TEMPLATE: Final = "chat_template.json"
 """Older image processors keep their chat template here, which tokenizers do not read."""
 GPU_PACKAGES: Final = "fla", "causal_conv1d", "mamba_ssm"
 """Kernels for hybrid and state-space models."""
 MAX_LABELS: Final = 1_000_000
+ROPE_SCALING: Final = "rope_f"
+"""The beginning of names of tensors that scale the rotation of positions: `rope_freqs`, `rope_factors_long`."""
 TOKENIZER: Final = "tokenizer.json"
 
 
@@ -56,6 +63,11 @@ def silence_transformers() -> None:
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
 
 
+def gguf_of(folder: Path, settings: ModelSettings) -> str | None:
+    """The GGUF file that a checkpoint is loaded from; None: it is loaded from other weights."""
+    return find_gguf(folder, settings.gguf_file, allow_pickle=settings.allow_pickle)
+
+
 def load_config(folder: Path, settings: ModelSettings) -> Any:
     """Load the model's config, and check that its generation_config.json can be read.
 
@@ -63,6 +75,12 @@ def load_config(folder: Path, settings: ModelSettings) -> Any:
     """
     from transformers import AutoConfig, GenerationConfig
 
+    if gguf := gguf_of(folder, settings):
+        header = check_gguf(folder / gguf, settings.huggingface_model)
+        if unread := [name for name in header.tensors if name.startswith(ROPE_SCALING)]:
+            logger.warning("transformers does not read %s of %s: texts differ from the original's", unread[0], gguf)
+        with loading(f"the header of {gguf}", settings, folder):
+            return AutoConfig.from_pretrained(folder, gguf_file=gguf, local_files_only=True)
     _check_num_labels(folder, settings)
     with loading("config.json", settings, folder):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=settings.trust_remote_code, local_files_only=True)
@@ -93,9 +111,14 @@ def load_tokenizer(folder: Path, settings: ModelSettings) -> Any:
     """
     from transformers import AutoTokenizer
 
-    with loading(f"the tokenizer {settings.tokenizer}" if settings.tokenizer else "the tokenizer", settings, folder):
+    gguf = None if settings.tokenizer else gguf_of(folder, settings)
+    part = f"the tokenizer of {gguf}" if gguf else f"the tokenizer {settings.tokenizer or ''}".rstrip()
+    with loading(part, settings, folder):
         tokenizer = AutoTokenizer.from_pretrained(
-            folder, trust_remote_code=settings.trust_remote_code, local_files_only=True
+            folder,
+            trust_remote_code=settings.trust_remote_code,
+            local_files_only=True,
+            **({"gguf_file": gguf} if gguf else {}),
         )
         special = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
     if len(tokenizer) <= len(special):
@@ -168,7 +191,15 @@ def _load_model(
         "ignore_mismatched_sizes": True,  # `check_weights` refuses them, with our sentence
         "output_loading_info": True,
     }
-    with loading("the weights", settings, folder):
+    if gguf := gguf_of(folder, settings):
+        from transformers import GgufConfig
+
+        # packed blocks would be computed by kernels that transformers fetches from the Hub
+        arguments |= {"gguf_file": gguf, "quantization_config": GgufConfig(dequantize=True)}
+    with (
+        loading(f"the weights of {gguf}" if gguf else "the weights", settings, folder),
+        hidden(["kernels"] if gguf else ()),
+    ):
         if settings.quantization_config:
             arguments["quantization_config"] = _quantization(settings)
         model, info = _with_attention(
@@ -237,13 +268,20 @@ def model_class(folder: Path, config: Any, settings: ModelSettings, auto_class_n
     Raises:
         CheckpointError: The model does not do the task.
     """
+    is_gguf = gguf_of(folder, settings) is not None
     if auto_class_name is not None:
+        if is_gguf:
+            raise CheckpointError(
+                "unsupported_model",
+                f"{settings.huggingface_model} is served from a GGUF file, and the folder's task is one of encoders: "
+                "name the repository with the original safetensors, or set task to text-generation",
+            )
         return _encoder_class(auto_class_name, settings, config)
-    _check_generates(folder, settings, config)
+    _check_generates(folder, settings, config, is_gguf=is_gguf)
     return _check_reads_text(auto_class_of(config), settings, config)
 
 
-def _check_generates(folder: Path, settings: ModelSettings, config: Any) -> None:
+def _check_generates(folder: Path, settings: ModelSettings, config: Any, *, is_gguf: bool) -> None:
     """Refuse a model for another task, to which transformers would add an untrained language model head."""
     if settings.task in TEXT_TO_TEXT and not config.is_encoder_decoder:
         raise CheckpointError(
@@ -252,7 +290,7 @@ def _check_generates(folder: Path, settings: ModelSettings, config: Any) -> None
             f"{settings.huggingface_model} is a {architecture_names(config)} according to its config.json: set task to "
             "text-generation, and put the instruction into the prompt",
         )
-    tasks = find_tasks(folder)
+    tasks = [] if is_gguf else find_tasks(folder)  # by a config.json, which is not read
     if not tasks or tasks[0] == "text-generation" or (settings.task and "text-generation" in tasks):
         return
     task = tasks[0]
@@ -288,11 +326,12 @@ def _encoder_class(name: str, settings: ModelSettings, config: Any) -> Any:
     known = auto_class._model_mapping._model_mapping.values()
     endings = (head, "ForPreTraining") if head == "ForMaskedLM" else (head,)  # whose weights decide
     names = config.architectures or ()
+    other = f", or {SPARSE_LINEAR[-1]} beside it" if settings.task == "sparse-embeddings" else ""
     if names and not any(each in known or each.endswith(endings) for each in names):
         raise CheckpointError(
             "unsupported_model",
             f"{settings.huggingface_model} is a {architecture_names(config)} according to its config.json, and the "
-            f"folder's task needs a model {head}: choose another checkpoint, or another task",
+            f"folder's task needs a model {head}{other}: choose another checkpoint, or another task",
         )
     return auto_class
 

@@ -17,6 +17,7 @@ from typing import Final
 
 from hf_triton.errors import CheckpointError, HubError, SettingsError
 from hf_triton.hub.failures import FOLDER_HINT
+from hf_triton.hub.gguf import SUFFIX, find_gguf
 from hf_triton.hub.kind import describe_other_kind
 from hf_triton.hub.process import DownloadLimits, download
 from hf_triton.hub.snapshot import check_weights_named, has_only_pickle, missing_files
@@ -85,7 +86,7 @@ class Hub:
             LoadError: They cannot be found or downloaded.
         """
         spec = self._model_spec(needs_weights=False)
-        if not spec.is_local and self.find_config_folder() is None:
+        if self._settings.gguf_file is None and not spec.is_local and self.find_config_folder() is None:
             self._resolve(spec)
 
     def _model_spec(self, *, needs_weights: bool) -> CheckpointSpec:
@@ -97,10 +98,11 @@ class Hub:
             needs_tokenizer=settings.tokenizer is None,
             allow_pickle=settings.allow_pickle,
             trust_remote_code=settings.trust_remote_code,
+            gguf_file=settings.gguf_file,
         )
 
     def find_config_folder(self) -> Path | None:
-        """The folder on disk with the model's config.json, complete or not; None if it would have to be downloaded."""
+        """The folder on disk with the model's config, complete or not; None if it would have to be downloaded."""
         spec = CheckpointSpec(self._settings.huggingface_model, self._settings.revision)
         with contextlib.suppress(PermissionError):
             if spec.is_local:
@@ -108,8 +110,13 @@ class Hub:
             else:
                 found = (_cached_snapshot(spec, cache) for cache in self.caches())
                 folders = [folder for folder in found if folder is not None]
-            return next((folder for folder in folders if (folder / "config.json").exists()), None)
+            return next(filter(self._has_config, folders), None)
         return None
+
+    def _has_config(self, folder: Path) -> bool:
+        with contextlib.suppress(CheckpointError):  # which the download or the load reports
+            return (folder / "config.json").exists() or bool(find_gguf(folder, self._settings.gguf_file))
+        return False
 
     def resolve_tokenizer(self) -> Path | None:
         """Return the folder of a separate tokenizer; None if the model's own is used."""
@@ -176,11 +183,17 @@ class Hub:
     def _local_folder(self, spec: CheckpointSpec) -> Path:
         folder = (self.model_folder / spec.name).resolve()
         if not os.path.isdir(folder):
+            if folder.suffix == SUFFIX and folder.is_file():
+                raise SettingsError(
+                    f"{spec.setting} is the file {folder}: set it to the folder, and gguf_file to {folder.name}"
+                )
             base = "" if os.path.isabs(spec.name) else f", relative to {self.model_folder.resolve()}"
             raise HubError(
                 "path_not_found", f"there is no folder {folder} for '{spec.name}'{base}: correct {spec.setting}"
             )
         try:
+            if spec.needs_config:
+                find_gguf(folder, spec.gguf_file)
             missing = missing_files(folder, spec)
         except PermissionError as error:
             raise CheckpointError(

@@ -18,10 +18,12 @@ from hf_triton.errors import CheckpointError, clip
 MODULES: Final = "modules.json"
 GENERAL: Final = "config_sentence_transformers.json"
 CROSS_ENCODER: Final = "CrossEncoder"
-OTHER_KINDS: Final = ("SparseEncoder", "MultiVectorEncoder")
+SPARSE_ENCODER: Final = "SparseEncoder"
+OTHER_KINDS: Final = ("MultiVectorEncoder",)
 """Kinds of models, in `model_type` of GENERAL, that are not served."""
 CHECKPOINT: Final = "the checkpoint "
 VECTOR: Final = "sentence_embedding"
+FORMER_KINDS: Final = {"MLMTransformer": "Transformer"}
 FORMER_NAMES: Final = {
     "model_kwargs": "model_args",
     "processor_kwargs": "tokenizer_args",
@@ -47,7 +49,7 @@ def _options(followed: str = "", without_effect: str = "", **refused: tuple[obje
 
 OPTIONS: Final[Mapping[str, Options]] = {
     GENERAL: _options(
-        "model_type prompts default_prompt_name truncate_dim activation_fn",
+        "model_type prompts default_prompt_name truncate_dim activation_fn max_active_dims",
         "__version__ similarity_fn_name requirements",
         keep_in_fp32_modules=([],),
     ),
@@ -73,6 +75,9 @@ OPTIONS: Final[Mapping[str, Options]] = {
     "Normalize": _options(module_input_name=(VECTOR,), module_output_name=(VECTOR,)),
     "LayerNorm": _options("dimension"),
     "Dropout": _options(without_effect="dropout"),
+    "SpladePooling": _options(
+        "pooling_strategy activation_function", "embedding_dimension word_embedding_dimension chunk_size"
+    ),
     "LogitScore": _options("true_token_id false_token_id", module_input_name=("causal_logits",)),
 }
 """Of GENERAL, and of each module that is served, by the last part of its type."""
@@ -81,6 +86,7 @@ TASKS: Final[Mapping[str, tuple[str, str]]] = {
     "feature-extraction": ("last_hidden_state", "token_embeddings"),
     "sequence-classification": ("logits", "scores"),
     "text-generation": ("logits", "causal_logits"),
+    "fill-mask": ("logits", "token_embeddings"),
 }
 """By `transformer_task`: the output of the model that is used, and what sentence-transformers calls it."""
 
@@ -99,6 +105,8 @@ class GeneralConfig:
     """To how many dimensions a vector is cut if a request says nothing."""
     activation: str | None = None
     """Of a cross-encoder: the class that makes scores of logits."""
+    max_active_dims: int | None = None
+    """How many numbers of a sparse vector are kept at most if a request says nothing."""
 
 
 @dataclass(frozen=True)
@@ -141,8 +149,14 @@ def load_general_config(folder: Path) -> GeneralConfig:
     if default_prompt is not None and default_prompt not in prompts:
         raise invalid(f"default_prompt_name of {GENERAL} names no prompt of {list(prompts)}")
     activation = config.get("activation_fn")
-    dimensions = optional_int(config, "truncate_dim")
-    return GeneralConfig(kind, prompts, default_prompt, dimensions, None if activation is None else str(activation))
+    return GeneralConfig(
+        kind,
+        prompts,
+        default_prompt,
+        optional_int(config, "truncate_dim"),
+        None if activation is None else str(activation),
+        optional_int(config, "max_active_dims"),
+    )
 
 
 def load_module_list(folder: Path) -> list[tuple[str, str]]:
@@ -160,8 +174,12 @@ def load_module_list(folder: Path) -> list[tuple[str, str]]:
     return modules
 
 
-def load_transformer_config(folder: Path) -> TransformerConfig:
+def load_transformer_config(folder: Path, default_task: str = "feature-extraction") -> TransformerConfig:
     """Read sentence_bert_config.json, by that name or one with another architecture's.
+
+    Args:
+        folder: The checkpoint.
+        default_task: Its task if the file says none.
 
     Raises:
         CheckpointError: It is malformed, or asks for what is not served.
@@ -172,7 +190,7 @@ def load_transformer_config(folder: Path) -> TransformerConfig:
         if isinstance(given := config.get(name), dict):
             config[name] = {key: value for key, value in given.items() if key not in HARMLESS}
     check_options("Transformer", config, file.name)
-    task = str(config.get("transformer_task", "feature-extraction"))
+    task = str(config.get("transformer_task", default_task))
     if task not in TASKS:
         raise unsupported(f"has transformer_task {clip(task)} in {file.name}; served are {', '.join(TASKS)}")
     output, name = TASKS[task]
@@ -240,6 +258,7 @@ def _kind(entry: Mapping[str, Any]) -> str:
     """
     name = str(entry["type"])
     kind = name.rpartition(".")[2] if name.startswith("sentence_transformers.") else name
+    kind = FORMER_KINDS.get(kind, kind)
     if kind not in SERVED:
         raise unsupported(
             f"has the module {clip(kind)} in its modules.json, which is not served; served are {', '.join(SERVED)}: "

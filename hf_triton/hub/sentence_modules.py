@@ -15,7 +15,9 @@ from hf_triton.errors import CheckpointError, clip
 from hf_triton.hub.sentence_files import (
     CROSS_ENCODER,
     MODULES,
+    SPARSE_ENCODER,
     VECTOR,
+    GeneralConfig,
     TransformerConfig,
     check_options,
     invalid,
@@ -49,6 +51,10 @@ WITH_WEIGHTS: Final = ("Dense", "LayerNorm")
 MAX_SIZE: Final = 1_000_000
 """Of a vector; a layer gets its memory before its weights are read."""
 WEIGHTS: Final = ("model.safetensors", "pytorch_model.bin")
+SPARSE_LINEAR: Final = ("sparse_linear.safetensors", "sparse_linear.pt")
+"""Beside a model that weighs a text's own tokens; the first that is there is read."""
+SPLADE_OPTIONS: Final = {"pooling_strategy": ("max", "sum"), "activation_function": ("relu", "log1p_relu")}
+"""Values of SpladePooling's options, the default first."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +123,7 @@ def _load(folder: Path, kind: str | None) -> SentenceModules:
     general = load_general_config(folder)
     modules = load_module_list(folder)
     kinds = [module for module, _ in modules]
-    if (general.kind == CROSS_ENCODER) != (kind == CROSS_ENCODER):
+    if (general.kind if general.kind in (CROSS_ENCODER, SPARSE_ENCODER) else None) != kind:
         raise unsupported(f"is a {general.kind or 'SentenceTransformer'} by its files: set task to what it does")
     if kinds.count("Pooling") != 1 or "LogitScore" in kinds:
         raise invalid(
@@ -183,6 +189,56 @@ def load_logit_score(folder: Path) -> LogitScore | None:
     if true_token is None:
         raise invalid("the module LogitScore has no true_token_id")
     return LogitScore(true_token, false_token, transformer)
+
+
+@dataclass(frozen=True)
+class SparseModules:
+    """How sparse vectors are made; by default of a plain checkpoint."""
+
+    general: GeneralConfig = field(default_factory=GeneralConfig)
+    transformer: TransformerConfig = field(default_factory=TransformerConfig)
+    pooling: Literal["max", "sum"] = "max"
+    """Over a text's tokens."""
+    activation: Literal["relu", "log1p_relu"] = "relu"
+    """What stands before the logarithm of 1 and the number."""
+
+
+def load_sparse_modules(folder: Path) -> SparseModules:
+    """Read what sentence-transformers says of a checkpoint that makes sparse vectors, if it says anything.
+
+    Raises:
+        CheckpointError: A file is missing or malformed, or asks for what is not served.
+    """
+    if not (folder / MODULES).exists():
+        return SparseModules()
+    with reading():
+        general = load_general_config(folder)
+        if general.max_active_dims is not None and general.max_active_dims < 1:
+            raise invalid(f"max_active_dims is {general.max_active_dims}, which keeps nothing")
+        modules = load_module_list(folder)
+        kinds = [kind for kind, _ in modules]
+        if sparse_linear_file(folder) is not None:
+            return SparseModules(general, load_transformer_config(folder))
+        if kinds != ["Transformer", "SpladePooling"]:
+            raise unsupported(
+                f"has the modules {', '.join(kinds)} and no {SPARSE_LINEAR[-1]}; sparse vectors are made by "
+                "Transformer and SpladePooling, or with that file: set task to embeddings, or choose another model"
+            )
+        transformer = load_transformer_config(folder, "fill-mask")
+        if transformer.task != "fill-mask" or transformer.message_format is not None:
+            raise unsupported("makes sparse vectors by another task than fill-mask, by its sentence_bert_config.json")
+        config = read(folder / modules[1][1] / "config.json", dict)
+        for name, values in SPLADE_OPTIONS.items():
+            if config.setdefault(name, values[0]) not in values:
+                raise unsupported(
+                    f"has {name} {clip(config[name])} in SpladePooling; served are {' and '.join(values)}"
+                )
+    return SparseModules(general, transformer, *(config[name] for name in SPLADE_OPTIONS))
+
+
+def sparse_linear_file(folder: Path) -> Path | None:
+    """The layer that weighs a text's own tokens, of models such as bge-m3; None if there is none."""
+    return next((folder / name for name in SPARSE_LINEAR if (folder / name).exists()), None)
 
 
 def module_files(folder: Path, available: Collection[str], *, allow_pickle: bool, needs_weights: bool) -> list[str]:

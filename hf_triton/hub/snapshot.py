@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hf_triton.errors import CheckpointError, clip
+from hf_triton.hub.gguf import find_gguf
 from hf_triton.hub.sentence_modules import module_files
 from hf_triton.hub.spec import CheckpointSpec
 
@@ -91,7 +92,7 @@ def check_weights_named(folder: Path) -> None:
             f"transformers_weights in config.json of {folder} names {clip(named)}: name the file {SAFETENSORS[1]}, and "
             "remove the entry",
         )
-    if (folder / "config.json").exists() and (folder / "adapter_config.json").exists():
+    if (folder / "adapter_config.json").exists():
         raise CheckpointError(
             "unsupported_model",
             f"{folder} has an adapter beside a model, and transformers would apply it unchecked: set huggingface_model "
@@ -146,6 +147,12 @@ def missing_files(folder: Path, spec: CheckpointSpec) -> list[str]:
     """The needed files that a folder lacks; empty if the checkpoint is complete."""
     if spec.files:
         return [name for name in spec.files if not (folder / name).exists()]
+    if spec.needs_config:
+        try:
+            if find_gguf(folder, spec.gguf_file, allow_pickle=spec.allow_pickle) is not None:
+                return []
+        except CheckpointError:  # more may be on the Hub
+            return [spec.gguf_file or "GGUF file in one part"]
     missing = ["config.json"] if spec.needs_config and not (folder / "config.json").exists() else []
     if spec.needs_tokenizer and not any((folder / name).exists() for name in TOKENIZER_FILES):
         missing.append(TOKENIZER_FILES[0])

@@ -23,6 +23,8 @@ class CheckpointSpec:
     """Whether pickle weights are accepted if there are no safetensors."""
     trust_remote_code: bool = False
     """Whether the repository's Python files are needed."""
+    gguf_file: str | None = None
+    """A GGUF file that has config, tokenizer and weights: its name, or the end of it."""
     files: tuple[str, ...] = ()
     """The needed files, of what is no checkpoint; the other fields then say nothing."""
 

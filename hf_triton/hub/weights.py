@@ -65,7 +65,7 @@ def check_weights(settings: ModelSettings, info: Any, model: Any, *, is_headless
         revision = "" if settings.revision == "main" else f" (revision {settings.revision})"
         raise CheckpointError(
             "weights_mismatch",
-            f"the tensors of {settings.huggingface_model}{revision} do not match its config.json: "
+            f"the tensors of {settings.huggingface_model}{revision} do not match its config: "
             f"{'; '.join(faults)}: use a complete checkpoint of this architecture{hint}",
         )
 

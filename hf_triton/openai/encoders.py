@@ -17,7 +17,7 @@ from hf_triton.openai.errors import ApiError
 from hf_triton.openai.fields import Fields
 from hf_triton.openai.gateway import Gateway, gateway_of, request_id_of
 from hf_triton.openai.merge import all_results
-from hf_triton.openai.triton_messages import Folder, Outputs, TextRequest
+from hf_triton.openai.triton_messages import LORA_NAME, Folder, Outputs, TextRequest, adapter_name
 from hf_triton.protocol.task_declaration import TOKEN_IDS
 
 BATCH_SIZE: Final = 128
@@ -37,6 +37,9 @@ class EncoderFields(Fields):
 
     truncate: bool | None = None
     """Whether a text that is longer than the model's context is cut at its end; otherwise it is refused."""
+
+    lora_name: str | None = None
+    """Name of a LoRA adapter of the model. By default the one behind a colon in `model`, if there is one."""
 
 
 async def encode(
@@ -65,7 +68,8 @@ async def encode(
     """
     gateway, names = gateway_of(request), names or {}
     count = max(map(len, texts.values()))
-    given = {**(parameters or {}), "truncate": body.truncate}
+    adapter = adapter_name(body.model, body.lora_name) or body.lora_name
+    given = {**(parameters or {}), "truncate": body.truncate, LORA_NAME: adapter}
 
     async def run() -> Outputs:
         folder = await gateway.models.folder(body.model, task=task)

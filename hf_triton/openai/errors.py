@@ -44,6 +44,10 @@ ANTHROPIC_TYPES: Final[Mapping[int, str]] = {
 }
 """Anthropic's type of error by status; INVALID below 500, otherwise `api_error`."""
 ANTHROPIC_PATH: Final = "/v1/messages"
+COHERE_PATH: Final = "/v2/"
+TEI_PATHS: Final = ("/embed", "/embed_all", "/embed_sparse", "/predict", "/similarity", "/info")
+TEI_TYPES: Final[Mapping[int, str]] = {424: "Backend", 429: "Overloaded", 503: "Unhealthy"}
+"""Text Embeddings Inference's type of error by status; `Validation` below 500, otherwise `Backend`."""
 DEFAULT_CODES: Final[Mapping[int, str]] = {
     404: "not_found",
     405: "method_not_allowed",
@@ -84,6 +88,19 @@ class AnthropicErrorBody(BaseModel):
     error: AnthropicErrorDetails
 
 
+class TeiErrorBody(BaseModel):
+    """Text Embeddings Inference's error object."""
+
+    error: str
+    error_type: str
+
+
+class CohereErrorBody(BaseModel):
+    """Cohere's error object."""
+
+    message: str
+
+
 def _responses(body: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
     return {
         "4XX": {"model": body, "description": "The request is refused."},
@@ -95,6 +112,10 @@ RESPONSES: Final = _responses(ErrorBody)
 """Errors of every endpoint, for the OpenAPI document."""
 ANTHROPIC_RESPONSES: Final = _responses(AnthropicErrorBody)
 """Errors of Anthropic's endpoints."""
+TEI_RESPONSES: Final = _responses(TeiErrorBody)
+"""Errors of TEI's endpoints."""
+COHERE_RESPONSES: Final = _responses(CohereErrorBody)
+"""Errors of Cohere's endpoints."""
 
 _CODED: Final = re.compile(rf"(?:^|[\s\]])({'|'.join(CODES)}): (.*)", re.DOTALL)
 _REQUEST_ID: Final = re.compile(r"^\[request id: [^]]*\] ")
@@ -153,6 +174,11 @@ class ApiError(HTTPException):
                 "type": "error",
                 "error": {"type": kind, "message": _ROOM.sub(_with_anthropics_words, self.message)},
             }
+        if path in TEI_PATHS:
+            kind = TEI_TYPES.get(self.status_code) or ("Validation" if self.status_code < 500 else "Backend")
+            return {"error": self.message, "error_type": kind}
+        if path.startswith(COHERE_PATH):
+            return {"message": self.message}
         code = self.code or DEFAULT_CODES.get(self.status_code)
         if code is None:
             code = "internal" if self.status_code >= 500 else "invalid_parameter" if self.param else "invalid_request"

@@ -26,6 +26,7 @@ SCORE: Final = "score"
 ALL_SCORES: Final = "all_scores"
 PAIRS: Final = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
 """Names of the two sides of `/v1/score`."""
+Documents = Annotated[list[str | dict[str, Any]], annotated_types.MaxLen(MAX_TEXTS)]
 
 
 class _Document(Fields):
@@ -39,7 +40,7 @@ class RerankRequest(EncoderFields):
     query: Annotated[str, annotated_types.MinLen(1)]
     """What the documents are to answer."""
 
-    documents: Annotated[list[str | dict[str, Any]], annotated_types.MaxLen(MAX_TEXTS)]
+    documents: Documents
     """Texts, or objects with `text`."""
 
     top_n: Annotated[int, annotated_types.Ge(1)] | None = None
@@ -99,8 +100,6 @@ class ClassifyRequest(EncoderFields):
 
 
 @router.post("/v1/rerank", responses=RESPONSES)
-@router.post("/v2/rerank", include_in_schema=False)
-@router.post("/rerank", include_in_schema=False)
 async def rerank(body: RerankRequest, request: Request) -> dict[str, Any]:
     """Documents by their score for a query."""
     documents = await beside_loop(request, _read_documents, body.documents)

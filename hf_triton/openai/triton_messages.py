@@ -32,6 +32,8 @@ RERANK: Final = "rerank"
 CLASSIFICATION: Final = "text-classification"
 TOKEN_CLASSIFICATION: Final = "token-classification"
 FILL_MASK: Final = "fill-mask"
+SPARSE: Final = "sparse-embeddings"
+FEATURES: Final = "feature-extraction"
 EMBEDDING: Final = "embedding"
 """The output of a model for embeddings."""
 ENDPOINTS: Final[Mapping[str, str]] = {
@@ -41,6 +43,8 @@ ENDPOINTS: Final[Mapping[str, str]] = {
     CLASSIFICATION: "/v1/classify",
     TOKEN_CLASSIFICATION: "/v1/token-classification",
     FILL_MASK: "/v1/fill-mask",
+    SPARSE: "/embed_sparse",
+    FEATURES: "/embed_all",
 }
 """Where models of each task are asked."""
 TASKS: Final[Mapping[str, str | None]] = {
@@ -136,8 +140,20 @@ class TextRequest:
 
     @property
     def model_name(self) -> str:
-        """The model."""
-        return self.model
+        """The model, without the adapter that `model` may name behind it."""
+        return base_name(self.model)
+
+
+def adapter_name(model: str, named: object) -> str | None:
+    """The adapter that a request names behind its model, or by its `lora_name`; None: it names none.
+
+    Raises:
+        ApiError: It names two.
+    """
+    adapter = model.partition(ADAPTER_MARK)[2]
+    if adapter and named and named != adapter:
+        raise ApiError(400, f"model names the adapter {adapter}, and lora_name {named}", param=LORA_NAME)
+    return adapter or None
 
 
 def base_name(model: str) -> str:
@@ -195,9 +211,7 @@ class Generation:
         Raises:
             ApiError: Two adapters are named.
         """
-        adapter, named = self.model.partition(ADAPTER_MARK)[2], self.sampling.get(LORA_NAME)
-        if adapter and named and named != adapter:
-            raise ApiError(400, f"model names the adapter {adapter}, and lora_name {named}", param=LORA_NAME)
+        adapter = adapter_name(self.model, self.sampling.get(LORA_NAME))
         return {**self.sampling, LORA_NAME: adapter} if adapter else self.sampling
 
 

@@ -66,7 +66,8 @@ class TaskOutput:
     is_json: bool = False
     """Whether it is the result as JSON text, which the task need not give as a tensor."""
     is_ragged: bool = False
-    """Whether the arrays of the rows, of unequal length, stand one below the other."""
+    """Whether the arrays of the rows, of unequal length, stand one below the other; without dimensions, a row's value
+    is itself such an array of numbers."""
     is_padded: bool = False
     """Whether the integers of the rows, of unequal number, stand side by side, with zeros behind the shorter ones."""
 
@@ -84,6 +85,10 @@ class TaskOptions(BaseModel):
     truncate: bool | None = None
     """Whether a text that is longer than the model's context is cut at its end; otherwise it is refused. By default the
     folder's setting `truncate`."""
+
+    lora_name: str | None = None
+    """Name of the LoRA adapter to compute with, of the setting `adapters` or the folder's `adapters/`. By default, and
+    if empty, none."""
 
 
 @dataclass(frozen=True)

@@ -181,11 +181,10 @@ def encode_results(
             outputs[name] = encode_strings(strings, (len(results), 1) if output.num_dims else shape)
         elif output.is_padded:
             outputs[name] = pad_rows(values)
-        elif output.is_ragged:
-            outputs[name] = np.concatenate(values).astype(NUMPY_TYPES[output.data_type], copy=False)
         else:
-            array = np.asarray(values, NUMPY_TYPES[output.data_type])
-            outputs[name] = array if output.num_dims else array.reshape(shape)
+            array = np.concatenate(values) if output.is_ragged else np.asarray(values)
+            array = array.astype(NUMPY_TYPES[output.data_type], copy=False)
+            outputs[name] = array if output.num_dims else array.reshape(-1, *shape[1:])
     return outputs
 
 

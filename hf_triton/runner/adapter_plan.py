@@ -64,6 +64,7 @@ def plan_adapter(
     plan = AdapterPlan(dict(tensors))
     parts: dict[str, dict[str, torch.Tensor]] = {}
     whole: dict[str, dict[str, torch.Tensor]] = {}
+    saved = _saved_layers(config, layers)
     for name, tensor in tensors.items():
         layer, part = split_name(name)
         if layer not in layers:
@@ -73,10 +74,10 @@ def plan_adapter(
             refuse(f"changes {layer}: {NO_EXPERTS}")
         is_whole = "." not in part and not part.startswith("lora_")
         (whole if is_whole else parts).setdefault(layer, {})[part] = tensor
-        if is_whole and not _ends_with(layer, config.saved):
+        if is_whole and layer not in saved:
             _check_repeats(layers[layer], part, name, tensor)
             del plan.tensors[name]
-    _plan_saved(plan, config, {name: whole[name] for name in whole if _ends_with(name, config.saved)}, layers)
+    _plan_saved(plan, saved, {name: whole[name] for name in whole if name in saved}, layers)
     _plan_tokens(plan, config, parts, layers)
     _plan_lora(plan, config, {name: own for name, own in parts.items() if own}, layers)
     return plan
@@ -100,15 +101,21 @@ def _check_repeats(layer: Any, part: str, name: str, tensor: torch.Tensor) -> No
         refuse(f"replaces {name} of the model: merge it into its base model")
 
 
+def _saved_layers(config: AdapterConfig, layers: Mapping[str, torch.nn.Module]) -> list[str]:
+    """The layers that `modules_to_save` names, by themselves or by a module around them (a head of two layers).
+
+    peft looks at the ends of names alone: `classifier` names `pre_classifier` too.
+    """
+    named = tuple(f"{name}." for name in layers if name.endswith(tuple(config.saved)))
+    return [name for name, layer in layers.items() if f"{name}.".startswith(named) and [*layer.parameters(False)]]
+
+
 def _plan_saved(
     plan: AdapterPlan,
-    config: AdapterConfig,
+    saved: list[str],
     whole: Mapping[str, dict[str, torch.Tensor]],
     layers: Mapping[str, torch.nn.Module],
 ) -> None:
-    lacking = [name for name in layers if _ends_with(name, config.saved) and name not in whole]
-    if lacking:
-        refuse(f"lacks {_listed(lacking)}, which modules_to_save names")
     for name, own in whole.items():
         layer: Any = layers[name]
         if not isinstance(layer, torch.nn.Linear | torch.nn.Embedding):
@@ -117,6 +124,8 @@ def _plan_saved(
         expected = {"weight": list(layer.weight.shape), **({} if bias is None else {"bias": list(bias.shape)})}
         _check_shapes(name, own, expected)
         plan.saved.append(name)
+    if lacking := [name for name in saved if name not in whole]:
+        refuse(f"lacks {_listed(lacking)}, which modules_to_save names")
 
 
 def _plan_tokens(

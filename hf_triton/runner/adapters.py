@@ -58,10 +58,14 @@ class Adapters:
 
     Args:
         model: A transformers model in eval mode. An adapter that is active in it already belongs to rows without one.
+        output: The name of the output by which an adapter is tried.
+        mixes: Whether a forward may have rows of several adapters; an adapter that cannot be one of them is refused.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, output: str = "logits", *, mixes: bool = True) -> None:
         self._model = model
+        self._output = output
+        self._mixes = mixes
         self._plain = _active_adapter(model)
         self._names = AdapterNames(model, self._plain)
         self._lock = threading.Lock()
@@ -130,26 +134,23 @@ class Adapters:
             yield
 
     @contextmanager
-    def choose_tokens(
-        self, tokens: Sequence[str | None], logits: Sequence[str | None], gathered: Sequence[str | None] | None = None
-    ) -> Iterator[None]:
+    def choose_tokens(self, *lists: Sequence[str | None]) -> Iterator[None]:
         """For a packed forward: the adapter of each token, by `Adapter.key`; None: no adapter.
 
-        A layer finds its tokens' adapters by their number: T, K or G. Lists of one length must be the same, and in a
+        A layer finds its tokens' adapters by their number: T, K, G, ... Lists of one length must be the same, and in a
         packed step they are: K logits of T = K tokens are those of all tokens, and as many cached tokens as new ones
         are the new ones. An input of any other number of tokens raises RuntimeError in the forward; layers that see a
         selection of the tokens, such as a mixture's experts, have no adapters, because `load` refuses them.
 
         Args:
-            tokens: Of the T tokens of the forward, in order, as `[1, T]` or `[T, 1]`.
-            logits: Of the K positions whose logits are computed.
-            gathered: Of the G cached tokens that layers see beside the new ones: latent attention (DeepSeek-V3)
-                expands what its cache returns, `[1, 1, G, rank]`.
+            lists: Of the T tokens of the forward, in order, as `[1, T]` or `[T, 1]`; of the K positions whose logits
+                are computed; of the G cached tokens that layers see beside the new ones: latent attention (DeepSeek-V3)
+                expands what its cache returns, `[1, 1, G, rank]`; of what the head of an encoder sees.
 
         Raises:
             ValueError: Two lists of one length differ.
         """
-        with self._lock, self._names.of_tokens(tokens, logits, *([] if gathered is None else [gathered])):
+        with self._lock, self._names.of_tokens(*lists):
             yield
 
     def _plan(self, config: AdapterConfig, tensors: dict[str, torch.Tensor]) -> AdapterPlan:
@@ -218,7 +219,7 @@ class Adapters:
 
     @torch.inference_mode()
     def _try_out(self, adapter: Adapter) -> None:
-        """Compare a row with this adapter and one without, side by side, with each of them alone.
+        """Compare a row with this adapter and one without, side by side, with each of them alone, if they may meet.
 
         Raises:
             CheckpointError: They differ.
@@ -226,21 +227,27 @@ class Adapters:
         embedding = self._model.get_input_embeddings().weight
         token_ids = torch.arange(NUM_TRIAL_TOKENS, device=embedding.device)[None] % embedding.shape[0]
         with self._names.of_rows([adapter.key]):
-            alone = self._logits(token_ids)
-        tokens = [None] * NUM_TRIAL_TOKENS + [adapter.key] * NUM_TRIAL_TOKENS
-        with self._names.of_tokens(tokens):  # as in a packed step, where attention keeps sequences apart
-            beside = self._logits(token_ids.expand(2, -1))
-        alone = torch.cat([self._logits(token_ids), alone])
+            alone = self._compute(token_ids)
         if not bool(alone.isfinite().all()):
             refuse("makes NaN or infinite numbers of the model's outputs")
+        if not self._mixes:
+            return
+        rows = [None, adapter.key]
+        tokens = [key for key in rows for _ in range(NUM_TRIAL_TOKENS)]
+        with self._names.of_tokens(tokens, rows):  # as in a packed step, where attention keeps sequences apart
+            beside = self._compute(token_ids.expand(2, -1))
+        alone = torch.cat([self._compute(token_ids), alone])
         if not agree(alone, beside, alone.dtype):
             refuse("changes the outputs of other rows: merge it into its base model")
 
-    def _logits(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """The model's logits for token ids `[rows, tokens]`; with a decoder beside its encoder, for both."""
-        more = {"decoder_input_ids": token_ids} if self._model.config.is_encoder_decoder else {}
-        logits: torch.Tensor = self._model(input_ids=token_ids, use_cache=False, **more).logits
-        return logits
+    def _compute(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """The model's output for token ids `[rows, tokens]`; with a decoder that generates, for both."""
+        model = self._model
+        more: dict[str, Any] = {"use_cache": False} if model.can_generate() else {}
+        if more and model.config.is_encoder_decoder:
+            more["decoder_input_ids"] = token_ids
+        output: torch.Tensor = model(input_ids=token_ids, **more)[self._output]
+        return output
 
     def _sweep(self) -> None:
         for key in [key for key, adapter in self._loaded.items() if adapter() is None]:
@@ -249,8 +256,12 @@ class Adapters:
     def _delete(self, key: str) -> None:
         """Take an adapter out of the model, one that is only half in it too."""
         from peft.functional import delete_adapter
+        from peft.utils.other import ModulesToSaveWrapper
 
         self._loaded.pop(key, None)
+        for layer in _adapted_layers(self._model):
+            if isinstance(layer, ModulesToSaveWrapper):  # peft 0.21 fails where another stays and none is active
+                layer.delete_adapter(key, new_active_adapters=None)
         delete_adapter(self._model, key, "lora_")
         getattr(self._model, "peft_config", {}).pop(key, None)
         for name, layer in reversed(list(self._model.named_modules())):

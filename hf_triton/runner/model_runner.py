@@ -264,10 +264,8 @@ class ModelRunner:
             return self._adapters.choose(None)
         of_token = [key for key, part in zip(keys, ranges, strict=True) for _ in range(part.num_tokens)]
         wanted = [of_token[row] for row in rows]
-        gathered = None
-        if self.way.gathers:
-            gathered = [key for key, end in zip(keys, step.ends, strict=True) for _ in range(end)]
-        return self._adapters.choose_tokens(of_token, wanted, gathered)
+        gathered = [key for key, end in zip(keys, step.ends, strict=True) for _ in range(end)]
+        return self._adapters.choose_tokens(of_token, wanted, *([gathered] if self.way.gathers else []))
 
     def _choose_frequencies(self, ranges: Sequence[TokenRange]) -> AbstractContextManager[None]:
         if self._long_rope is None:

@@ -27,7 +27,6 @@ from hf_triton.protocol.task_declaration import (
     TEXT_ALIASES,
     TOKEN_TEXTS,
     TaskDeclaration,
-    TaskOptions,
     TaskOutput,
     TextInput,
 )
@@ -36,7 +35,7 @@ from hf_triton.protocol.tensors import Array
 from hf_triton.protocol.token_rows import INPUT_IDS, TOKEN_INPUTS
 from hf_triton.tasks.encoder_task import EncodedRow, EncoderTask
 from hf_triton.tasks.pooling import build_head
-from hf_triton.tasks.sentence_prompts import SentencePrompts
+from hf_triton.tasks.sentence_prompts import PromptOptions, SentencePrompts
 
 if TYPE_CHECKING:
     import torch
@@ -48,16 +47,12 @@ TINY: Final = 1e-12
 """The least length that a vector is divided by, as `torch.nn.functional.normalize` has it."""
 
 
-class EmbeddingOptions(TaskOptions):
+class EmbeddingOptions(PromptOptions):
     """Request parameters of embeddings."""
 
     dimensions: Annotated[int, annotated_types.Ge(1)] | None = None
     """To how many dimensions a vector is cut, before it is normalised; at most the model's own, which is the default.
     Only models that were trained so (Matryoshka) keep their sense."""
-
-    prompt_name: str | None = None
-    """Name of the prompt that stands before each text, of those in config_sentence_transformers.json. By default its
-    `default_prompt_name`; an empty name stands for no prompt."""
 
     normalize: bool | None = None
     """Whether a vector has length 1. By default the folder's setting `normalize`, then as modules.json says."""

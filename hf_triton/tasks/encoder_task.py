@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from hf_triton.settings import ModelSettings
 
 
+Merge = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]
 NUM_WINDOW_TOKENIZERS: Final = 8
 
 
@@ -56,6 +57,7 @@ class EncoderTask(ABC, Generic[Options]):
         auto_class: The class of transformers that loads the model: `AutoModelForSequenceClassification`, ...
         model_outputs: The fields of the model's output that it needs: `logits`, `last_hidden_state`, ...
         per_token: Whether they have a value for each token, or one for the whole sequence.
+        merge: Joins what `reduce` returns of two parts of a sequence's tokens; None: it needs all of them at once.
 
     Args:
         checkpoint: Model, tokenizer and the checkpoint's folder.
@@ -69,6 +71,7 @@ class EncoderTask(ABC, Generic[Options]):
     auto_class: ClassVar[str] = "AutoModel"
     model_outputs: ClassVar[tuple[str, ...]] = ("logits",)
     per_token: ClassVar[bool] = False
+    merge: Merge | None = None
 
     def __init__(self, checkpoint: Checkpoint, settings: ModelSettings) -> None:
         self.tokenizer = checkpoint.tokenizer

@@ -17,7 +17,7 @@ import numpy as np
 
 from hf_triton.encoder.types import EncoderGroup, EncoderListener, Outputs
 from hf_triton.engine.types import EngineLoad
-from hf_triton.errors import HfTritonError, RequestError, ShuttingDownError, as_own_error, panics_as_errors
+from hf_triton.errors import HfTritonError, RequestError, ShuttingDownError, as_own_error, clip, panics_as_errors
 from hf_triton.protocol.model_info import ModelInfo
 from hf_triton.protocol.prompts import Limits
 from hf_triton.protocol.request_values import in_row
@@ -25,6 +25,7 @@ from hf_triton.protocol.task_declaration import JSON_OUTPUT
 from hf_triton.protocol.task_requests import Row, TaskRequest, encode_results, outputs_to_fill
 from hf_triton.protocol.tensors import Array
 from hf_triton.protocol.token_rows import TokenRow
+from hf_triton.tasks.adapters import AdapterStore
 from hf_triton.tasks.admission import MIN_ENCODER_BYTES, request_limits
 from hf_triton.tasks.encoder_task import EncodedRow, EncoderTask
 from hf_triton.tasks.engine_task import EngineTask
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from hf_triton.encoder.engine import EncoderEngine
     from hf_triton.encoder.probe import Way
     from hf_triton.hub.checkpoint import Checkpoint
+    from hf_triton.hub.resolve import Hub
+    from hf_triton.runner.adapters import Adapter
     from hf_triton.settings import ModelSettings
 
 NUM_THREADS: Final = 4  # tokenizers run outside the interpreter's lock
@@ -52,6 +55,7 @@ class EncoderService(EngineTask["_Response"]):
         max_waiting: Rows that may wait; see `AdmissionGate`.
         meter: Counts tokens and times.
         info: What the model is.
+        adapters: Its LoRA adapters; None: it takes none.
     """
 
     _engine: EncoderEngine | NoEngine
@@ -65,10 +69,12 @@ class EncoderService(EngineTask["_Response"]):
         max_waiting: int,
         meter: Meter,
         info: ModelInfo | None = None,
+        adapters: AdapterStore | None = None,
     ) -> None:
         super().__init__(engine, limits, max_waiting=max_waiting, num_threads=NUM_THREADS, info=info)
         self._task = task
         self._meter = meter
+        self._adapters = adapters
 
     def submit(self, request: InferenceRequest, config: ResponseConfig) -> None:
         """Check a request and start it, see `Task`."""
@@ -80,21 +86,36 @@ class EncoderService(EngineTask["_Response"]):
         if (*names,) == checked.default_outputs == (JSON_OUTPUT,) and len(checked.shape) == 1:
             checked = dataclasses.replace(checked, shape=(*checked.shape, 1))  # MLServer's
         response = _Response(request, self._task, checked, names, self._meter, self._pool)
-        is_quick = len(checked.rows) == 1 and _num_characters(checked.rows[0]) <= MAX_INLINE_CHARACTERS
+        is_short = len(checked.rows) == 1 and _num_characters(checked.rows[0]) <= MAX_INLINE_CHARACTERS
+        is_quick = is_short and not checked.options.lora_name  # which may have to be loaded
         self._begin(response, len(checked.rows), request.deadline_s(), is_quick=is_quick)
 
     def _prepare(self, response: _Response) -> None:
         """Make token sequences of a request's rows and queue them."""
         try:
+            adapter = self._find_adapter(response.lora_name)
             with panics_as_errors():
-                inputs = response.encode()
+                inputs = response.encode(adapter)
             if inputs is not None:
                 deadline_s = response.request.deadline_s()
+                response.request.on_ending(None)  # the queue decides from here on
                 self._engine.submit([EncoderGroup(inputs, listener=response, deadline_s=deadline_s)])
         except Exception as error:
             response.refuse(as_own_error("preparing the request", error))
         finally:
             self._leave(response)
+
+    def _find_adapter(self, name: str | None) -> Adapter | None:
+        """The adapter that a request names.
+
+        Raises:
+            RequestError: There is none, or it cannot be used.
+        """
+        if not name:
+            return None
+        if self._adapters is None:
+            raise RequestError("adapter_not_found", f"there is no adapter {clip(name)}: this model takes none")
+        return self._adapters.get(name)
 
 
 class NoEngine:
@@ -154,6 +175,12 @@ class _Response(EncoderListener):
         self._ended = threading.Event()
 
     @property
+    def lora_name(self) -> str | None:
+        """The adapter that the request names."""
+        name: str | None = self._checked.options.lora_name
+        return name
+
+    @property
     def nums_tokens(self) -> list[int]:
         """Tokens of each row."""
         return [sum(len(item.ids) for item in row.inputs) for row in self._rows]
@@ -162,8 +189,8 @@ class _Response(EncoderListener):
         """Whether the request is cancelled or refused."""
         return self._ended.is_set() or self.request.is_cancelled()
 
-    def encode(self) -> list[Any] | None:
-        """The token sequences of all rows; None if the request ends meanwhile."""
+    def encode(self, adapter: Adapter | None) -> list[Any] | None:
+        """The token sequences of all rows, for an adapter; None if the request ends meanwhile."""
         options = self._checked.options
         for number, row in enumerate(self._checked.rows):
             error = self.request.ending()
@@ -177,7 +204,8 @@ class _Response(EncoderListener):
                     raise
                 raise in_row(error, number) from None
         self._meter.on_encoded(sum(self.nums_tokens))
-        return [item for row in self._rows for item in row.inputs]
+        inputs = [item for row in self._rows for item in row.inputs]
+        return inputs if adapter is None else [dataclasses.replace(item, adapter=adapter) for item in inputs]
 
     def on_begin(self) -> None:
         """Note how long the request has waited."""
@@ -198,7 +226,6 @@ class _Response(EncoderListener):
         try:
             with panics_as_errors():
                 self.request.answer(self._encode_results(outputs))
-            self.request.on_ending(None)
         except Exception as error:
             self.refuse(as_own_error("answering the request", error))
 
@@ -211,7 +238,6 @@ class _Response(EncoderListener):
     def refuse(self, error: HfTritonError) -> None:
         """End the request with an error, unless it has ended."""
         self._ended.set()
-        self.request.on_ending(None)
         self.request.refuse(error)
 
 
@@ -222,6 +248,7 @@ def build_encoder_service(
     *,
     on_fatal: Callable[[], None],
     meter: Meter,
+    hub: Hub | None = None,
 ) -> EncoderService:
     """The service of a loaded checkpoint, its engine running.
 
@@ -231,6 +258,7 @@ def build_encoder_service(
         settings: The folder's.
         on_fatal: Called after the engine has failed for good.
         meter: Counts.
+        hub: Finds LoRA adapters; None: there are none.
 
     Raises:
         LoadError: The checkpoint does not fit the task.
@@ -238,13 +266,18 @@ def build_encoder_service(
     task = task_class(checkpoint, settings)
     limits = request_limits(settings, checkpoint.context_length, MIN_ENCODER_BYTES)
     engine: EncoderEngine | NoEngine = NoEngine()
+    store = None
     if settings.has_weights:
-        engine = build_task_engine(task, checkpoint, settings, on_fatal=on_fatal)
+        engine = build_task_engine(task, checkpoint, settings, takes_adapters=hub is not None, on_fatal=on_fatal)
+        if hub is not None and engine.adapters is not None:
+            store = AdapterStore(engine.adapters, settings.adapters, hub.model_folder, hub.resolve_adapter)
     info = dataclasses.replace(
         model_info(checkpoint, settings, task=task.declaration.name, engine=settings.runtime),
         context_length=task.max_length,
     )
-    return EncoderService(task, engine, limits, max_waiting=settings.max_waiting_prompts, meter=meter, info=info)
+    return EncoderService(
+        task, engine, limits, max_waiting=settings.max_waiting_prompts, meter=meter, info=info, adapters=store
+    )
 
 
 def build_task_engine(
@@ -253,9 +286,10 @@ def build_task_engine(
     settings: ModelSettings,
     *,
     way: Way | None = None,
+    takes_adapters: bool = False,
     on_fatal: Callable[[], None] = lambda: None,
 ) -> EncoderEngine:
-    """The engine for a task, running; `way` as `build_encoder` has it, the others as `build_encoder_service`."""
+    """The engine for a task, running; `way` and `takes_adapters` as in `build_encoder`, the others as above."""
     from hf_triton.encoder.engine import build_encoder
 
     return build_encoder(
@@ -263,6 +297,8 @@ def build_task_engine(
         task.model_outputs,
         per_token=task.per_token,
         reduce=task.reduce,
+        merge=task.merge,
+        takes_adapters=takes_adapters,
         max_batch_tokens=settings.max_batch_tokens,
         pack_weights=settings.pack_weights,
         keeps_dtype=settings.dtype != "auto",

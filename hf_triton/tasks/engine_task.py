@@ -89,3 +89,4 @@ class EngineTask(ABC, Generic[Response]):
 
     def _leave(self, response: Response) -> None:
         self._gate.leave(response)
+        response.request.on_ending(None)

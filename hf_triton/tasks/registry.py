@@ -25,6 +25,7 @@ ENCODER_TASKS: Final[dict[str, str]] = {
     "fill-mask": "FillMask",
     "zero-shot-classification": "ZeroShotClassification",
     "feature-extraction": "FeatureExtraction",
+    "sparse-embeddings": "SparseEmbeddings",
     "tokenization": "Tokenization",
 }
 """Each is a class in the module of its own name, with underscores."""
@@ -33,6 +34,7 @@ ENCODER_TASKS: Final[dict[str, str]] = {
 VARIANTS: Final[dict[tuple[str, str], str]] = {
     ("rerank", "generative"): "GenerativeRerank",
     ("rerank", "pooled"): "PooledRerank",
+    ("sparse-embeddings", "lexical"): "LexicalSparseEmbeddings",
 }
 """Tasks that some checkpoints do in a way of their own: classes in the module `WAY_TASK`."""
 
@@ -47,7 +49,7 @@ def encoder_task(name: str, way: str | None = None) -> type[EncoderTask[Any]] | 
     if name not in ENCODER_TASKS:
         return None
     variant = VARIANTS.get((name, way or ""))
-    module = name.replace("-", "_") if variant is None else f"{way}_{name}"
+    module = (name if variant is None else f"{way}_{name}").replace("-", "_")
     task: type[EncoderTask[Any]] = getattr(
         importlib.import_module(f"hf_triton.tasks.{module}"), variant or ENCODER_TASKS[name]
     )
@@ -75,5 +77,6 @@ def folder_task(
             )
         return own
     checkpoint = Hub(model_folder, settings, os.environ).find_config_folder()
-    name = settings.task or (checkpoint and find_task(checkpoint)) or "text-generation"
+    found = checkpoint and not settings.gguf_file and find_task(checkpoint)
+    name = settings.task or found or "text-generation"
     return encoder_task(name, None if checkpoint is None else find_way(checkpoint))

@@ -7,7 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hf_triton.errors import RequestError, clip
+from hf_triton.protocol.task_declaration import TaskOptions
 from hf_triton.protocol.validation import suggest
+
+
+class PromptOptions(TaskOptions):
+    """Request parameters of models whose texts may get a prompt."""
+
+    prompt_name: str | None = None
+    """Name of the prompt that stands before each text, of those in config_sentence_transformers.json. By default its
+    `default_prompt_name`; an empty name stands for no prompt."""
 
 
 @dataclass(frozen=True)

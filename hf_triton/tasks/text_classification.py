@@ -58,6 +58,7 @@ class TextClassification(EncoderTask[ClassificationOptions]):
             "all_scores": TaskOutput(
                 "TYPE_FP32", "the scores of all labels, in the model's order", num_dims=1, by_default=False
             ),
+            "all_labels": TaskOutput("TYPE_STRING", "these labels", num_dims=1, by_default=False),
         },
         options=ClassificationOptions,
         has_json=False,
@@ -83,7 +84,12 @@ class TextClassification(EncoderTask[ClassificationOptions]):
         objects = [{"label": label, "score": score} for label, score in zip(labels, scores[best].tolist(), strict=True)]
         return TaskResult(
             json=objects[0] if options.top_k is None else objects,
-            tensors={"label": labels, "score": scores[best], "all_scores": scores},
+            tensors={
+                "label": labels,
+                "score": scores[best],
+                "all_scores": scores,
+                "all_labels": [self.label(index) for index in range(len(scores))],
+            },
         )
 
     def _scores(self, logits: Floats, function: ScoreFunction | None) -> Floats:

@@ -59,7 +59,7 @@ class Tokenization(EncoderTask[TaskOptions]):
         self, inputs: Mapping[str, Array], parameters: Mapping[str, object], limits: Limits
     ) -> TaskRequest[TaskOptions]:
         """See `EncoderTask`. Triton gives an ensemble's parameters to all of its models: the next one checks them."""
-        known = {*self.declaration.input_types}
+        known = {*self.declaration.input_types} - {"lora_name"}
         return super().read(inputs, {name: value for name, value in parameters.items() if name in known}, limits)
 
     def encode(self, row: Row, options: TaskOptions) -> EncodedRow:

@@ -201,14 +201,21 @@ _HEADS = {
     "token-classification": "AutoModelForTokenClassification",
     "question-answering": "AutoModelForQuestionAnswering",
     "fill-mask": "AutoModelForMaskedLM",
+    "sparse-embeddings": "AutoModelForMaskedLM",
 }
-_MEAN_POOLING: dict[str, Any] = {
-    "modules.json": [
-        {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
-        {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
-    ],
-    "1_Pooling/config.json": {"word_embedding_dimension": 64, "pooling_mode_mean_tokens": True},
+_POOLINGS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "embeddings": (
+        "sentence_transformers.models.Transformer",
+        "sentence_transformers.models.Pooling",
+        {"word_embedding_dimension": 64, "pooling_mode_mean_tokens": True},
+    ),
+    "sparse-embeddings": (
+        "sentence_transformers.sparse_encoder.models.MLMTransformer",
+        "sentence_transformers.sparse_encoder.models.SpladePooling",
+        {"pooling_strategy": "max"},
+    ),
 }
+"""By task, the two modules of sentence-transformers, and the config of the second."""
 
 ENCODER_TASKS: tuple[str, ...] = tuple(_HEADS)
 """Names that `build_tiny_encoder` accepts."""
@@ -289,10 +296,13 @@ def build_tiny_encoder(
     labels = {"num_labels": 1} if task == "rerank" else {}
     model = _build_model(replace(_BERT, auto_class=_HEADS[task]), seed, "float32", labels | overrides)
     saved = _save(Path(folder), model, tokenizer)
-    if task == "embeddings":
-        for name, content in _MEAN_POOLING.items():
-            (saved / name).parent.mkdir(exist_ok=True)
-            (saved / name).write_text(json.dumps(content), encoding="utf-8")
+    if task in _POOLINGS:
+        *kinds, config = _POOLINGS[task]
+        places = enumerate(zip(("", "1_Pooling"), kinds, strict=True))
+        modules = [{"idx": idx, "name": str(idx), "path": path, "type": kind} for idx, (path, kind) in places]
+        (saved / "1_Pooling").mkdir(exist_ok=True)
+        (saved / "modules.json").write_text(json.dumps(modules), encoding="utf-8")
+        (saved / "1_Pooling" / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return saved
 
 

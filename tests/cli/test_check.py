@@ -26,6 +26,7 @@ from tests.support.adapters import save_adapter
 from tests.support.architectures import BATCH, CONTINUOUS, WHOLE, load, some_in_make_test
 from tests.support.commands import hf_triton
 from tests.support.encoders import ALONE, HEADS, PACKED, PADDED, build_model
+from tests.support.gguf import write_gguf
 from tests.support.paths import ROOT
 from tests.support.sentence_checkpoints import real_checkpoint
 
@@ -172,6 +173,11 @@ def lacks_a_shard(folder: Path) -> None:
     weights.with_name("model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
 
 
+def become_gguf(folder: Path, **written: Any) -> None:
+    keep_only(folder, "README.md")
+    write_gguf(folder / "Tiny-Q8_0.gguf", **written).rename(checkpoint_of(folder) / "Tiny-Q8_0.gguf")
+
+
 def become_checkpoint(folder: Path) -> None:
     (folder / "config.pbtxt").unlink()
     (folder / "config.json").write_text("{}")
@@ -299,7 +305,27 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         "cannot be imported (SystemExit: 3)",
     ),
     "an adapter alone": (lambda it: keep_only(it, "adapter_config.json"), "checkpoint", "is an adapter"),
-    "GGUF alone": (lambda it: keep_only(it, "model.gguf"), "checkpoint", "has GGUF files"),
+    "a file that is GGUF by its name alone": (lambda it: keep_only(it, "model.gguf"), "model", "model.gguf of "),
+    "several GGUF files": (
+        lambda it: (keep_only(it, "a-Q8_0.gguf"), (checkpoint_of(it) / "b-Q4_0.gguf").touch()),
+        "checkpoint",
+        "has GGUF files (a-Q8_0.gguf, b-Q4_0.gguf): name one",
+    ),
+    "an unknown quantisation": (
+        lambda it: (keep_only(it, "a-Q8_0.gguf"), add(it, "gguf_file", "Q9")),
+        "checkpoint",
+        "no GGUF file has the name or quantisation 'Q9': set gguf_file to one of a-Q8_0.gguf",
+    ),
+    "GGUF of an architecture that is not read": (
+        lambda it: become_gguf(it, family="bert"),
+        "model",
+        "does not read GGUF files of the architecture 'bert'",
+    ),
+    "GGUF for embeddings": (
+        lambda it: (become_gguf(it), add(it, "task", "embeddings")),
+        "model",
+        "is served from a GGUF file, and the folder's task is one of encoders",
+    ),
     "damaged config.json": (
         lambda it: (checkpoint_of(it) / "config.json").write_text("{"),
         "model",
@@ -344,6 +370,20 @@ def test_a_folder_that_cannot_be_served_says_why(folder: Path, case: str) -> Non
     assert words in sentence
     assert "\n" not in sentence
     assert run("check", folder).exit_code == 5
+
+
+def test_a_gguf_file_takes_the_memory_of_its_dtype(folder: Path) -> None:
+    become_gguf(folder)
+    size = (checkpoint_of(folder) / "Tiny-Q8_0.gguf").stat().st_size
+    found = findings(folder)
+    assert found["checkpoint"][1].endswith("/Tiny-Q8_0.gguf")
+    assert found["quantisation"] == ("ok", "GGUF, undone at load: the weights become float32")
+    assert found["chat template"] == ("ok", "renders a chat")
+    assert found["memory"][1].startswith("weights of 492.8 kB, ")
+    assert size < 150_000
+    add(folder, "dtype", "bfloat16")
+    assert findings(folder)["memory"][1].startswith("weights of 246.4 kB, ")
+    assert not any(state == "error" for state, _ in findings(folder).values())
 
 
 def test_too_little_memory_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

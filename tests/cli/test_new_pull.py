@@ -15,12 +15,17 @@ from tests.support.client import generate
 from tests.support.commands import hf_triton
 
 NAME = "Qwen/Qwen3-0.6B"
+GGUF = "acme/Tiny-GGUF"
 
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopbackHub]:
     with LoopbackHub() as hub:
         hub.add(NAME, build_tiny_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny", "qwen3"))
+        gguf = tmp_path_factory.mktemp("gguf")
+        for quant in ("Q4_K_M", "Q8_0"):
+            (gguf / f"Tiny-{quant}.gguf").write_text(quant)
+        hub.add(GGUF, gguf)
         yield hub
 
 
@@ -46,6 +51,19 @@ def test_a_task_alone_is_enough_for_a_folder(tmp_path: Path) -> None:
     config = (tmp_path / "transformer" / "config.pbtxt").read_text()
     for value in (model, revision, "question-answering"):
         assert f'string_value: "{value}"' in config
+
+
+def test_one_gguf_file_is_pulled_and_copied(hub: LoopbackHub, tmp_path: Path) -> None:
+    environment = hub.environment() | {"HF_HOME": str(tmp_path / "home")}
+    refused = hf_triton("pull", GGUF, **environment)
+    assert refused.returncode == 1
+    assert f"{GGUF} has GGUF files (Tiny-Q4_K_M.gguf, Tiny-Q8_0.gguf): name one" in refused.stderr
+    assert hf_triton("pull", f"{GGUF}:q4_k_m", **environment).returncode == 0
+    done = hf_triton("pull", f"{GGUF}:Q8_0", f"--into-folder={tmp_path / 'plain'}", **environment)
+    assert done.stdout == f"{GGUF}:Q8_0: {tmp_path / 'plain'} (4 bytes)\n"
+    assert [path.name for path in (tmp_path / "plain").iterdir()] == ["Tiny-Q8_0.gguf"]
+    assert hf_triton("new", "mine", f"--model={GGUF}:Q8_0", f"--into={tmp_path}").returncode == 0
+    assert 'key: "gguf_file" value { string_value: "Q8_0" }' in (tmp_path / "mine" / "config.pbtxt").read_text()
 
 
 @pytest.mark.full
@@ -77,6 +95,12 @@ WRONG = {
     "wrong value": (["new", "mine", "--model=a/b", "--set", "dtype=x"], 2, "got 'x' (from the command line)"),
     "a name twice": (["new", "mine", "--model=a/b", "--set", "huggingface_model=c/d"], 2, "is given twice"),
     "a file for a repository": (["new", "mine", "--model=a/b", "--into=here/file"], 2, "'here/file' is a file"),
+    "a GGUF file twice": (["new", "mine", "--model=a/b:Q8_0", "--set", "gguf_file=x"], 2, "gguf_file is given twice"),
+    "no such GGUF file": (
+        ["pull", f"{GGUF}:Q2_K"],
+        1,
+        "no GGUF file has the name or quantisation 'Q2_K': set gguf_file to one of Tiny-Q4_K_M.gguf, Tiny-Q8_0.gguf",
+    ),
     "nothing to pull": (["pull", "nobody/nothing"], 3, "or it is private: correct the name, or set HF_TOKEN"),
     "no revision to pull": (["pull", f"{NAME}@v9"], 3, "/Qwen3-0.6B, and name it behind @"),
     "two into one folder": (["pull", "a/b", "c/d", "--into-folder=x"], 2, "takes one model"),

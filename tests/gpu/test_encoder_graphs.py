@@ -5,8 +5,10 @@ import copy
 import random
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import bitsandbytes  # noqa: F401  # which peft imports, and which looks at the GPU that is simulated later
 import numpy as np
 import pytest
 import torch
@@ -20,6 +22,7 @@ from hf_triton.runner import attention
 from hf_triton.runner.cuda.graphs import StepGraphs
 from hf_triton.runner.device_step import NUM_TOKENS
 from tests.gpu.conftest import Replays
+from tests.support.adapters import save_lora, wrap
 from tests.support.encoders import HEADS, build_model, expected_outputs, random_inputs
 
 pytestmark = pytest.mark.full
@@ -63,6 +66,28 @@ def test_small_rows_replay_graphs_with_the_outputs_of_each_alone(
     assert replays.num_eager == 0
     check(forward, model, head, inputs)
     assert replays.num_eager == 1, "the largest graph has 160 tokens"
+
+
+def test_rows_with_an_adapter_run_eagerly_and_others_replay(replays: Replays, tmp_path: Path) -> None:
+    model = build_model("bert", "sequence")
+    folder = save_lora(build_model("bert", "sequence"), tmp_path / "lora", target_modules="all-linear")
+    forward = build_forward(
+        copy.deepcopy(model).to("cuda"), ("logits",), per_token=False, decoding="cuda_graphs", takes_adapters=True
+    )
+    assert forward.adapters is not None
+    adapter = forward.adapters.load(folder)
+    inputs = random_inputs(LENGTHS[:3])
+    adapted = wrap(build_model("bert", "sequence"), folder)
+    for chosen in (None, adapter, None):
+        replays.sizes.clear()
+        check(forward, model, "sequence", inputs[:1])
+        assert len(replays.sizes) == 1
+        [mixed, plain] = forward([replace(inputs[0], adapter=chosen), inputs[2]])
+        assert len(replays.sizes) == (1 if chosen else 2)
+        expected = expected_outputs(adapted if chosen else model, inputs[0], ("logits",), per_token=False)
+        torch.testing.assert_close(mixed.cpu(), expected, rtol=1e-4, atol=1e-4)
+        expected = expected_outputs(model, inputs[2], ("logits",), per_token=False)
+        torch.testing.assert_close(plain.cpu(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_types_of_the_last_row_are_not_those_of_the_next() -> None:

@@ -6,8 +6,10 @@ import base64
 import itertools
 import json
 import re
+import shutil
 import struct
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,12 @@ import httpx
 import numpy as np
 import openai
 import pytest
+from transformers import AutoModel, AutoModelForSequenceClassification
 
 from hf_triton.openai.config import GatewayConfig
 from hf_triton.openai.triton import TritonModels
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
+from tests.support.adapters import save_lora, wrap
 from tests.support.client import post
 from tests.support.clients import CLIENTS, has, run
 from tests.support.commands import hf_triton
@@ -46,12 +50,29 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
+def adapters(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """`law` of the embedder, and `own` of the classifier, with a head of its own."""
+    root = tmp_path_factory.mktemp("adapters")
+    embedder = AutoModel.from_pretrained(checkpoints["minilm"])
+    classifier = AutoModelForSequenceClassification.from_pretrained(checkpoints["sentiment"])
+    return {
+        "law": save_lora(embedder, root / "law", target_modules=["query", "value"]),
+        "own": save_lora(classifier, root / "own", target_modules=["q_lin", "v_lin"], task_type="SEQ_CLS"),
+    }
+
+
+@pytest.fixture(scope="module")
 def server(
-    checkpoints: dict[str, Path], make_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+    checkpoints: dict[str, Path],
+    adapters: dict[str, Path],
+    make_folder: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[TritonServer]:
     repository = tmp_path_factory.mktemp("repository")
     for name, checkpoint in checkpoints.items():
-        make_folder(repository, name, huggingface_model=checkpoint)
+        more = {"adapters": json.dumps({"law": str(adapters["law"])})} if name == "minilm" else {}
+        make_folder(repository, name, huggingface_model=checkpoint, **more)
+    shutil.copytree(adapters["own"], repository / "sentiment" / "adapters" / "own")
     with TritonServer(repository) as running:
         yield running
 
@@ -220,12 +241,78 @@ def test_documented_requests_are_answered(gateway: GatewayThread) -> None:
         assert len(answer.get("data") or answer["results"]) == 2
 
 
+# --- adapters --------------------------------------------------------------------------------------------------------
+
+
+def test_vectors_of_an_adapter_equal_those_of_sentence_transformers(
+    client: openai.OpenAI, adapters: dict[str, Path]
+) -> None:
+    from sentence_transformers import SentenceTransformer
+
+    model = SentenceTransformer(str(real_checkpoint()), device="cpu")
+    model.load_adapter(str(adapters["law"]))
+    expected = {"minilm": reference_embeddings(real_checkpoint(), TEXTS), "minilm:law": model.encode(TEXTS)}
+    assert np.abs(expected["minilm"] - expected["minilm:law"]).max() > 0.01
+
+    def vectors(name: str) -> list[list[float]]:
+        return [each.embedding for each in client.embeddings.create(model=name, input=TEXTS).data]
+
+    with ThreadPoolExecutor(8) as pool:
+        names = [*expected] * 8
+        for name, found in zip(names, pool.map(vectors, names), strict=True):
+            np.testing.assert_allclose(found, expected[name], atol=TOLERANCE)
+
+
+def test_labels_of_an_adapter_with_a_head_of_its_own(
+    gateway: GatewayThread, server: TritonServer, checkpoints: dict[str, Path], adapters: dict[str, Path]
+) -> None:
+    from transformers import AutoTokenizer, pipeline
+
+    model = wrap(AutoModelForSequenceClassification.from_pretrained(checkpoints["sentiment"]), adapters["own"])
+    tokenizer = AutoTokenizer.from_pretrained(checkpoints["sentiment"])
+    pipe: Any = pipeline("text-classification", model=model.get_base_model(), tokenizer=tokenizer, device="cpu")
+    expected = pipe(DOCUMENTS, top_k=1)
+    for named in ({"model": "sentiment:own"}, {"model": "sentiment", "lora_name": "own"}):
+        answer = ask(gateway, "/v1/classify", input=DOCUMENTS, **named)
+        for entry, [wanted] in zip(answer["data"], expected, strict=True):
+            assert (entry["label"], entry["score"]) == (wanted["label"], pytest.approx(wanted["score"], abs=1e-5))
+    text = (ROOT / "docs" / "adapters.md").read_text(encoding="utf-8")
+    [(path, body)] = re.findall(
+        r"^curl -X POST localhost:8000(/v2/models/sentiment/\S+) -d '(.*)'$", text, re.MULTILINE
+    )
+    [[wanted]] = pipe([json.loads(body)["text"]], top_k=1)
+    assert post(server, path, json.loads(body)).json()["score"] == pytest.approx(wanted["score"], abs=1e-5)
+    plain = ask(gateway, "/v1/classify", model="sentiment", input=DOCUMENTS)["data"]
+    assert plain[0]["score"] != pytest.approx(expected[0][0]["score"], abs=1e-3)
+
+
+NO_ADAPTER: dict[str, tuple[int, dict[str, str], str, str]] = {
+    "unknown": (404, {"model": "minilm:lav"}, "model", "there is no adapter 'lav', did you mean 'law'?"),
+    "unknown by its name": (404, {"model": "minilm", "lora_name": "lav"}, "lora_name", "there is no adapter 'lav'"),
+    "two": (
+        400,
+        {"model": "minilm:law", "lora_name": "own"},
+        "lora_name",
+        "model names the adapter law, and",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NO_ADAPTER)
+def test_an_adapter_that_is_not_there(gateway: GatewayThread, case: str) -> None:
+    status, body, param, sentence = NO_ADAPTER[case]
+    answer = httpx.post(f"{gateway.url}/v1/embeddings", json={"input": "a", **body})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), answer.text
+    assert sentence in answer.json()["error"]["message"]
+
+
 # --- models and tasks ------------------------------------------------------------------------------------------------
 
 
 def test_models_are_listed_with_their_tasks(client: openai.OpenAI) -> None:
     assert {model.id: model.model_dump()["task"] for model in client.models.list()} == {
         "minilm": "embeddings",
+        "minilm:law": "embeddings",
         "reranker": "rerank",
         "sentiment": "text-classification",
         "writer": "text-generation",
@@ -287,7 +374,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str, str]] = {
         "/v1/embeddings",
         {"input": "a", "zzz": 3},
         "zzz",
-        "known are dimensions, encoding_format, input, model, normalize, prompt_name, truncate",
+        "known are dimensions, encoding_format, input, lora_name, model, normalize, prompt_name, truncate",
     ),
     "a generation parameter": ("/v1/embeddings", {"input": "a", "temperature": 1}, "temperature", "no field"),
     "too long": ("/v1/embeddings", {"input": "a b " * 400}, "input", "tokens, more than the"),

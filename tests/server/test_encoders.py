@@ -30,8 +30,11 @@ from tests.support.sentence_checkpoints import (
     save_plain,
     save_sentence_model,
 )
+from tests.support.sparse_checkpoints import expected_lexical, expected_splade, save_lexical, save_splade
 
 BGE = "BAAI/bge-large-zh-v1.5"
+LEXICAL = "BAAI/bge-m3"
+"""On the first start no file of it is on disk."""
 NEIGHBOURS = {0: [1], 3: [4]}
 """In TEXTS, the texts that mean nearly the same."""
 TOLERANCE = 1e-5
@@ -44,8 +47,22 @@ def bge_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def splade_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_splade(tmp_path_factory.mktemp("splade") / "model")
+
+
+@pytest.fixture(scope="module")
+def lexical_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_lexical(tmp_path_factory.mktemp("lexical") / "model")
+
+
+@pytest.fixture(scope="module")
 def server(
-    bge_checkpoint: Path, make_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+    bge_checkpoint: Path,
+    splade_checkpoint: Path,
+    lexical_checkpoint: Path,
+    make_folder: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[TritonServer]:
     repository = tmp_path_factory.mktemp("repository")
     *copy, _ = shlex.split(line_of_document("cp -r bge/ "))
@@ -57,12 +74,15 @@ def server(
     (own / "1" / "model.py").write_text(example("task_class"))
     plain = save_plain(tmp_path_factory.mktemp("plain") / "model")
     make_folder(repository, "features", huggingface_model=plain, task="feature-extraction")
+    make_folder(repository, "splade", huggingface_model=splade_checkpoint)  # its files say what it does
+    make_folder(repository, "lexical", huggingface_model=LEXICAL, task="sparse-embeddings", allow_pickle="true")
     copy = shutil.copytree(bge_checkpoint, tmp_path_factory.mktemp("copy") / "model")
     folder = make_folder(copy.parent, "tiny", huggingface_model=copy)
     write_graph_folder(folder, repository / "graph")
     shutil.rmtree(copy.parent)
     with LoopbackHub() as hub:
         hub.add(BGE, bge_checkpoint)
+        hub.add(LEXICAL, lexical_checkpoint)
         home = {"HF_HOME": str(tmp_path_factory.mktemp("home"))}
         with TritonServer(repository, environment=hub.environment() | home, ready_timeout_s=280) as server:
             yield server
@@ -262,6 +282,32 @@ def test_task_of_the_documents_compares_texts(
     assert output["shape"] == [len(TEXTS) - 1]
     wanted = np.degrees(np.arccos(cosines)) if as_angle else cosines
     np.testing.assert_allclose(output["data"], wanted, rtol=1e-4, atol=TOLERANCE)
+
+
+# --- sparse embeddings -----------------------------------------------------------------------------------------------
+
+
+def test_sparse_embeddings_by_the_document_s_request(server: TritonServer, splade_checkpoint: Path) -> None:
+    *_, url, _, body = shlex.split(line_of_document("curl -X POST localhost:8000/v2/models/splade/infer"))
+    reply = post(server, url.removeprefix("localhost:8000"), json.loads(body))
+    assert reply.status == 200, reply.body
+    outputs = {output["name"]: output for output in reply.json()["outputs"]}
+    texts = json.loads(body)["inputs"][0]["data"]
+    expected = expected_splade(splade_checkpoint, texts, **json.loads(body)["parameters"])
+    indices, values = (
+        np.split(np.array(outputs[name]["data"]), np.cumsum(outputs["num_values"]["data"])[:-1])
+        for name in ("indices", "values")
+    )
+    for row, own_indices, own_values in zip(expected, indices, values, strict=True):
+        assert own_indices.tolist() == np.flatnonzero(row).tolist()
+        np.testing.assert_allclose(own_values, row[own_indices], atol=TOLERANCE)
+
+
+def test_a_layer_beside_the_model_comes_from_the_hub(server: TritonServer, lexical_checkpoint: Path) -> None:
+    (output,) = ask(server, "lexical", "text", TEXTS).values()
+    for text, row in zip(output["data"], expected_lexical(lexical_checkpoint, TEXTS), strict=True):
+        assert json.loads(text)["indices"] == np.flatnonzero(row).tolist()
+        np.testing.assert_allclose(json.loads(text)["values"], row[np.flatnonzero(row)], atol=TOLERANCE)
 
 
 # --- feature extraction, errors --------------------------------------------------------------------------------------

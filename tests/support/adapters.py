@@ -23,17 +23,21 @@ def save_adapter(checkpoint: Path, folder: Path, *, seed: int = 0, **config: Any
         seed: Of the weights.
         config: peft's `LoraConfig`.
     """
+    chosen = {"target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.5, **config}
+    return save_lora(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32), folder, seed, **chosen)
+
+
+def save_lora(model: Any, folder: Path, seed: int = 0, **config: Any) -> Path:
+    """The same for a loaded model, which is changed."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(seed)
-    chosen = {"r": 4, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.5, **config}
-    base = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     with quietly():
-        model = get_peft_model(base, LoraConfig(**{"init_lora_weights": False, **chosen}))
-        for name, weights in model.named_parameters():
+        adapted = get_peft_model(model, LoraConfig(**{"r": 4, "init_lora_weights": False, **config}))
+        for name, weights in adapted.named_parameters():
             if weights.requires_grad and "lora_" not in name:  # those that begin as the base model's
                 weights.data += torch.randn_like(weights) * weights.std()
-        model.save_pretrained(folder)
+        adapted.save_pretrained(str(folder))
     return folder
 
 

@@ -114,18 +114,22 @@ class Served:
         checkpoint = load_checkpoint(Hub(folder, chosen, {}), chosen, Placement("CPU", 0), kind.auto_class)
         self.task = kind(checkpoint, chosen)
         self.forward: EncoderForward = build_forward(
-            checkpoint.model, self.task.model_outputs, per_token=self.task.per_token, reduce=self.task.reduce
+            checkpoint.model,
+            self.task.model_outputs,
+            per_token=self.task.per_token,
+            reduce=self.task.reduce,
+            merge=self.task.merge,
         )
 
-    def ask(self, inputs: Mapping[str, Array], **parameters: Any) -> dict[str, Array]:
-        """The outputs for a client that names none."""
+    def ask(self, inputs: Mapping[str, Array], names: Sequence[str] = (), **parameters: Any) -> dict[str, Array]:
+        """The outputs for a client that names some, or none."""
         request = self.task.read(inputs, parameters, LIMITS)
         rows = [self.task.encode_row(row, request.options) for row in request.rows]
         outputs = iter(self.forward([each for row in rows for each in row.inputs]))
         results = [self.task.decode(row, request.options, [next(outputs).numpy() for _ in row.inputs]) for row in rows]
         nums_tokens = [sum(len(each.ids) for each in row.inputs) for row in rows]
         declared = self.task.declaration
-        names = outputs_to_fill(declared, [], declared.all_outputs, request.default_outputs)
+        names = outputs_to_fill(declared, names, declared.all_outputs, request.default_outputs)
         return encode_results(results, nums_tokens, declared, request.shape, names)
 
     def json(self, texts: Sequence[str], name: str = "args", **parameters: Any) -> list[Any]:

@@ -18,6 +18,7 @@ from packaging.utils import canonicalize_name
 
 from hf_triton.cli.tables import new_figure
 from hf_triton.errors import HfTritonError
+from hf_triton.hub.gguf import check_gguf
 from hf_triton.hub.graph import check_graph
 from hf_triton.hub.load_failures import QUANTIZED_PACKAGES, explain_load
 from hf_triton.protocol.tracing import build_tracing
@@ -29,7 +30,7 @@ from tests.support.paths import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PLAIN, EXTRAS = PROJECT["dependencies"], PROJECT["optional-dependencies"]
-OPTIONAL = {"matplotlib": "bench", "onnx-ir": "optimize", "onnxruntime": "onnx", "openvino": "openvino"}
+OPTIONAL = {"gguf": "gguf", "matplotlib": "bench", "onnx-ir": "optimize", "onnxruntime": "onnx", "openvino": "openvino"}
 """What serving does without, and the extra that brings each."""
 NOT_OURS = {"triton", "triton_python_backend_utils"}
 """PyTorch for a GPU brings the first, Triton the second."""
@@ -114,6 +115,10 @@ def read_adapter(_: Path) -> None:
     _check_method({"peft_type": "LORA"})
 
 
+def read_gguf(folder: Path) -> None:
+    check_gguf(folder / "model.gguf", "acme/thing")
+
+
 def load_graph(runtime: str) -> Callable[[Path], None]:
     return lambda folder: check_graph(folder, SimpleNamespace(runtime=runtime, precision="float32"))
 
@@ -136,6 +141,7 @@ def plot(_: Path) -> None:
     [
         ("nvidia-pytriton", "pytriton", start_server),
         ("peft", "peft", read_adapter),
+        ("gguf", "gguf", read_gguf),
         ("numba", "hf_triton.runner.cpu.llvm", compile_kernels),
         ("opentelemetry-sdk", "opentelemetry.sdk.trace", trace),
         ("matplotlib", "matplotlib.figure", plot),

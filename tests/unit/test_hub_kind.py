@@ -20,7 +20,6 @@ from hf_triton.testing import LoopbackHub
 
 KINDS: Mapping[str, tuple[str, str]] = {
     "adapter_config.json": ('{"base_model_name_or_path": "Qwen/Qwen3-0.6B"}', "an adapter of 'Qwen/Qwen3-0.6B'"),
-    "model-Q4_K_M.gguf": ("GGUF", "GGUF files, which llama.cpp reads"),
     "model_index.json": ("{}", "a pipeline of diffusers"),
     "model.onnx": ("onnx", "ONNX files"),
     "consolidated.safetensors": (

@@ -263,6 +263,11 @@ def test_a_request_parameter_is_referred_to_generation_defaults(name: str) -> No
         load_settings({name: "256"}, {}, ModelSettings, "the command line")
 
 
+def test_a_graph_takes_no_adapters() -> None:
+    sentence = rejection(runtime="onnx", adapters='{"law": "./law"}')
+    assert "runtime onnx computes a graph, which takes no adapters: set runtime to torch" in sentence
+
+
 def test_an_error_for_a_long_value_is_short() -> None:
     assert len(rejection(dtype="x" * 100_000)) < 300
 

@@ -17,8 +17,8 @@ from hf_triton.protocol.requests import GenerationRequest
 from hf_triton.protocol.tool_choice import ForcedCall
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.types import Constraint
+from hf_triton.tasks.adapters import AdapterStore
 from hf_triton.tasks.checked_hooks import CheckedHooks
-from hf_triton.tasks.text_generation.adapters import AdapterStore
 from hf_triton.tasks.text_generation.chat_template import ChatTemplate
 from hf_triton.tasks.text_generation.message import MessagePlan
 from hf_triton.tasks.text_generation.resolve import (

@@ -27,13 +27,13 @@ from hf_triton.protocol.requests import (
 )
 from hf_triton.runner.gpu_memory import WHOLE_GPU, GpuPart
 from hf_triton.settings import ModelSettings
+from hf_triton.tasks.adapters import AdapterStore
 from hf_triton.tasks.admission import request_limits
 from hf_triton.tasks.checked_hooks import CheckedHooks
 from hf_triton.tasks.engine_task import EngineTask
 from hf_triton.tasks.hooks import Hooks
 from hf_triton.tasks.interface import ResponseConfig, model_info
 from hf_triton.tasks.request import InferenceRequest
-from hf_triton.tasks.text_generation.adapters import AdapterStore
 from hf_triton.tasks.text_generation.chat_template import ChatTemplate
 from hf_triton.tasks.text_generation.prepare import PromptPreparer
 from hf_triton.tasks.text_generation.resolve import PromptDefaults
@@ -163,16 +163,12 @@ class TextGeneration(EngineTask[GenerationResponse]):
                     return
                 with panics_as_errors():
                     response.prompts[row] = self._preparer.compile_grammar(prompt)
-            response.request.on_ending(None)
+            response.request.on_ending(None)  # the queue decides from here on
             self._engine.submit(response.begin())
         except Exception as error:
             response.refuse(as_own_error("queueing the request", error))
         finally:
             self._leave(response)
-
-    def _leave(self, response: GenerationResponse) -> None:
-        super()._leave(response)
-        response.request.on_ending(None)
 
 
 def build_text_generation(

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OpenAI's batch files: the requests of one, checked before any is sent, and the results that a stopped run has left.
+
+Results stand in the order of their requests, so those of a stopped run are the first ones.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+import click
+
+from hf_triton.errors import clip
+
+ENDPOINTS: Final = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings"),
+    *("/v1/rerank", "/v1/score", "/v1/classify", "/v1/token-classification", "/v1/fill-mask"),
+)
+"""Of the gateway, that a line may ask."""
+FORM: Final = '{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {...}}'
+BOM: Final = "\ufeff"
+
+
+@dataclass(frozen=True)
+class BatchRequest:
+    """A line of a batch file."""
+
+    number: int
+    """Of its line, from 1."""
+    custom_id: str
+    url: str
+    body: dict[str, Any]
+
+
+def read_requests(file: BinaryIO) -> Iterator[BatchRequest]:
+    """The requests of a batch file, from its start; empty lines are passed over.
+
+    Raises:
+        click.UsageError: A line is no request; says which.
+    """
+    file.seek(0)
+    for number, line in enumerate(file, 1):
+        if line.strip():
+            yield _read_line(number, line)
+
+
+def count_requests(file: BinaryIO) -> int:
+    """How many requests a batch file has, all of them checked.
+
+    Raises:
+        click.UsageError: There is none, a line is no request, or two have one `custom_id`.
+    """
+    seen: dict[int, int] = {}  # the lines by a hash of the id, which takes less memory than the id
+    for request in read_requests(file):
+        first = seen.setdefault(hash(request.custom_id), request.number)
+        if first != request.number:
+            raise _wrong(
+                request.number, f"has the custom_id {clip(request.custom_id)} of line {first}: each has its own"
+            )
+    if not seen:
+        raise click.UsageError(f"there is no request: each line is one, {FORM}")
+    return len(seen)
+
+
+def _read_line(number: int, line: bytes) -> BatchRequest:
+    try:
+        entry = json.loads(line.decode("utf-8").removeprefix(BOM))
+    except (ValueError, RecursionError) as error:
+        raise _wrong(number, f"is not JSON in UTF-8 ({error})") from None
+    if not isinstance(entry, dict):
+        raise _wrong(number, f"must be an object, {FORM}")
+    custom_id, method, url, body = (entry.get(name) for name in ("custom_id", "method", "url", "body"))
+    if not isinstance(custom_id, str) or not custom_id:
+        raise _wrong(number, f"must have a custom_id, a string that is not empty, got {clip(custom_id)}")
+    if method != "POST":
+        raise _wrong(number, f"must have the method POST, got {clip(method)}")
+    if url not in ENDPOINTS:
+        raise _wrong(number, f"must have a url of {', '.join(ENDPOINTS)}, got {clip(url)}")
+    if not isinstance(body, dict):
+        raise _wrong(number, f"must have a body, an object, got {clip(body)}")
+    if body.get("stream"):
+        raise _wrong(number, "has stream true, and a batch has whole answers: leave it out")
+    return BatchRequest(number, custom_id, url, body)
+
+
+def _wrong(number: int, sentence: str) -> click.UsageError:
+    return click.UsageError(f"line {number} {sentence}")
+
+
+def has_failed(result: Mapping[str, Any]) -> bool:
+    """Whether a result is no answer."""
+    response = result["response"]
+    return response is None or response["status_code"] != 200
+
+
+def count_results(path: Path, file: BinaryIO) -> tuple[int, int]:
+    """How many results an earlier run has left, and how many of them failed.
+
+    A last line that it could not finish is cut off.
+
+    Args:
+        path: Of the results; it need not exist.
+        file: The batch file.
+
+    Raises:
+        click.UsageError: The file holds something else.
+    """
+    num_results = num_failed = num_bytes = 0
+    if not path.exists():
+        return 0, 0
+    with path.open("r+b") as results:
+        requests = read_requests(file)
+        for line in results:
+            if not line.endswith(b"\n"):
+                break
+            request, result = next(requests, None), _read_result(line)
+            if request is None or result.get("custom_id") != request.custom_id:
+                raise click.UsageError(
+                    f"line {num_results + 1} of {path} is not the result of this batch's request of that place: name "
+                    "another file for the results"
+                )
+            num_results += 1
+            num_failed += has_failed(result)
+            num_bytes += len(line)
+        results.truncate(num_bytes)
+    return num_results, num_failed
+
+
+def _read_result(line: bytes) -> Mapping[str, Any]:
+    """A result; empty if the line is none."""
+    try:
+        result = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return result if isinstance(result, dict) and "response" in result else {}

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cohere's second API: `/v2/embed` and `/v2/rerank`."""
+
+from __future__ import annotations
+
+import base64
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Final, Literal
+
+import annotated_types
+import numpy as np
+from fastapi import APIRouter, Request
+
+from hf_triton.openai.bodies import JsonRoute
+from hf_triton.openai.conversation import parse_at
+from hf_triton.openai.encoders import EncoderFields, encode, text_list, usage_of
+from hf_triton.openai.errors import COHERE_RESPONSES, ApiError
+from hf_triton.openai.fields import MAX_TEXTS, Fields, Texts
+from hf_triton.openai.gateway import request_id_of
+from hf_triton.openai.scores import RerankRequest, rerank
+from hf_triton.openai.triton_messages import EMBEDDING, EMBEDDINGS, Outputs
+
+router = APIRouter(route_class=JsonRoute)
+PROMPTS: Final[Mapping[str, tuple[str | None, ...]]] = {
+    "search_query": ("query", None),
+    "search_document": ("document", "passage", None),
+    "classification": ("classification", None),
+    "clustering": ("clustering", None),
+}
+"""By type of input, names of the model's prompts: the first that the model has stands before the texts."""
+Vectors = Sequence[Sequence[float]]
+
+
+class _Text(Fields):
+    type: Literal["text"]
+    text: Annotated[str, annotated_types.MinLen(1)]
+
+
+class _Input(Fields):
+    content: list[dict[str, Any]]
+
+
+class EmbedRequest(EncoderFields):
+    """Cohere's fields."""
+
+    texts: Texts | None = None
+    """The texts."""
+
+    inputs: Annotated[list[dict[str, Any]], annotated_types.MaxLen(MAX_TEXTS)] | None = None
+    """The same as objects: `{"content": [{"type": "text", "text": "..."}]}`."""
+
+    input_type: Literal["search_query", "search_document", "classification", "clustering"] | None = None
+    """What the texts are. The model's prompt of this name stands before them, if it has one: `query`; `document` or
+    `passage`; `classification`; `clustering`."""
+
+    embedding_types: list[Literal["float", "base64", "binary", "ubinary"]] | None = None
+    """`float`, the default; `base64`, the bytes of the float32 numbers; `binary` and `ubinary`, a bit for each number
+    above 0, as int8 and as uint8."""
+
+    output_dimension: Annotated[int, annotated_types.Ge(1), annotated_types.Le(2**31 - 1)] | None = None
+    """To how many dimensions a vector is cut; for models that were trained so."""
+
+    truncate: Literal["NONE", "END"] | None = None  # type: ignore[assignment]
+    """Whether a text that is longer than the model's context is cut at its END or refused (NONE)."""
+
+
+@router.post("/v2/embed", responses=COHERE_RESPONSES)
+async def embed(body: EmbedRequest, request: Request) -> dict[str, Any]:
+    """Vectors of texts."""
+    texts = _texts(body)
+    cut = body.model_copy(update={"truncate": None if body.truncate is None else body.truncate == "END"})
+    outputs = await _encode(request, cut, texts)
+    width = len(outputs[EMBEDDING]) // len(texts)
+    vectors = [outputs[EMBEDDING][start : start + width] for start in range(0, len(outputs[EMBEDDING]), width)]
+    kinds = body.embedding_types or ["float"]
+    return {
+        "id": f"embd-{request_id_of(request)}",
+        "response_type": "embeddings_by_type",
+        "texts": texts,
+        "embeddings": {kind: FORMS[kind](vectors) for kind in kinds},
+        "meta": _meta(input_tokens=usage_of(outputs)["prompt_tokens"]),
+    }
+
+
+def _texts(body: EmbedRequest) -> list[str]:
+    if (body.texts is None) == (body.inputs is None):
+        raise ApiError(400, "give the texts as texts or as inputs, one of them", param="texts")
+    if body.texts is not None:
+        return text_list("texts", body.texts)
+    return text_list("inputs", [_text_of(f"inputs[{index}]", entry) for index, entry in enumerate(body.inputs or ())])
+
+
+def _text_of(place: str, entry: dict[str, Any]) -> str:
+    parts = enumerate(parse_at(_Input, place, entry).content)
+    return "".join(parse_at(_Text, f"{place}.content[{index}]", part).text for index, part in parts)
+
+
+async def _encode(request: Request, body: EmbedRequest, texts: list[str]) -> Outputs:
+    """The vectors, with the first of the type's prompts that the model has."""
+    prompts = PROMPTS[body.input_type] if body.input_type else (None,)
+    for prompt in prompts:
+        parameters = {"prompt_name": prompt, "dimensions": body.output_dimension, "normalize": True}
+        names = {"text": "texts" if body.inputs is None else "inputs", "dimensions": "output_dimension"}
+        try:
+            return await encode(
+                request, body, EMBEDDINGS, {"text": texts}, [EMBEDDING], parameters=parameters, names=names
+            )
+        except ApiError as error:
+            if prompt is None or not error.message.startswith("prompt_name"):
+                raise
+    raise AssertionError("the last try has no prompt")
+
+
+def _bits(vectors: Vectors) -> Any:
+    return np.packbits(np.array(vectors) > 0, axis=-1)
+
+
+FORMS: Final[Mapping[str, Callable[[Vectors], Any]]] = {
+    "float": lambda vectors: vectors,
+    "base64": lambda vectors: [base64.b64encode(struct.pack(f"<{len(each)}f", *each)).decode() for each in vectors],
+    "binary": lambda vectors: (_bits(vectors).astype(np.int16) - 128).tolist(),
+    "ubinary": lambda vectors: _bits(vectors).tolist(),
+}
+"""By type, the vectors in it; bits as sentence-transformers packs them."""
+
+
+@router.post("/v2/rerank", responses=COHERE_RESPONSES)
+async def rerank_v2(body: RerankRequest, request: Request) -> dict[str, Any]:
+    """Documents by their score for a query."""
+    answer = await rerank(body, request)
+    return {**answer, "meta": _meta(search_units=1)}
+
+
+def _meta(**units: int) -> dict[str, Any]:
+    return {"api_version": {"version": "2"}, "billed_units": units}

@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The endpoints of Hugging Face's Text Embeddings Inference, whose requests name no model: `/embed`, `/predict`, ...
+
+The model is the only one of the endpoint's task, or the one that the field `model` names.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Final, Literal
+
+import annotated_types
+import numpy as np
+from fastapi import APIRouter, Request
+
+from hf_triton import __version__
+from hf_triton.errors import clip
+from hf_triton.openai.bodies import JsonRoute, beside_loop
+from hf_triton.openai.conversation import parse_at
+from hf_triton.openai.encoders import EncoderFields, encode, text_list, texts_or_tokens
+from hf_triton.openai.errors import TEI_RESPONSES, ApiError
+from hf_triton.openai.fields import MAX_TEXTS, Fields, Texts, TokenIds, TokenLists
+from hf_triton.openai.gateway import gateway_of
+from hf_triton.openai.scores import Documents, RerankRequest, rerank
+from hf_triton.openai.triton import Model
+from hf_triton.openai.triton_messages import (
+    CLASSIFICATION,
+    EMBEDDING,
+    EMBEDDINGS,
+    FEATURES,
+    RERANK,
+    SPARSE,
+    Outputs,
+)
+from hf_triton.protocol.ports import JSON_OUTPUT
+
+router = APIRouter(route_class=JsonRoute)
+SCORE: Final = "score"
+ALL: Final = ("all_labels", "all_scores")
+KINDS: Final[Mapping[str, str]] = {
+    EMBEDDINGS: "embedding",
+    SPARSE: "embedding",
+    RERANK: "reranker",
+    CLASSIFICATION: "classifier",
+}
+"""What `/info` calls a task; another has its own name."""
+
+
+class TeiFields(EncoderFields):
+    """The fields that its requests share."""
+
+    model: str = ""
+    """One of `/v1/models`. By default the only one of the endpoint's task."""
+
+    truncation_direction: Literal["right", "Right"] = "right"
+    """Where a text is cut: at its end."""
+
+
+class EmbedRequest(TeiFields):
+    """Texts for vectors."""
+
+    inputs: str | Texts | TokenIds | TokenLists
+    """A text, token ids, or a list of them."""
+
+    normalize: bool = True
+    """Whether a vector has length 1."""
+
+    prompt_name: str | None = None
+    """Name of the prompt that the model puts before each text, such as `query`."""
+
+    dimensions: Annotated[int, annotated_types.Ge(1), annotated_types.Le(2**31 - 1)] | None = None
+    """To how many dimensions a vector is cut; for models that were trained so."""
+
+
+class EmbedAllRequest(TeiFields):
+    """Texts for the vectors of their tokens."""
+
+    inputs: str | Texts
+    """A text, or a list of them."""
+
+
+class EmbedSparseRequest(EmbedAllRequest):
+    """Texts for sparse vectors."""
+
+    prompt_name: str | None = None
+    """Name of the prompt that the model puts before each text, such as `query`."""
+
+
+class PredictRequest(TeiFields):
+    """Texts, or pairs of texts, for labels."""
+
+    inputs: str | Annotated[list[str | list[str]], annotated_types.MaxLen(MAX_TEXTS)]
+    """A text, a pair of texts, or a list of lists that hold one or two texts."""
+
+    raw_scores: bool = False
+    """Whether scores are the model's logits."""
+
+
+class RankRequest(TeiFields):
+    """A query, and texts to be ranked."""
+
+    query: Annotated[str, annotated_types.MinLen(1)]
+    """What the texts are to answer."""
+
+    texts: Texts | None = None
+    """The texts."""
+
+    raw_scores: bool = False
+    """Whether scores are the model's logits."""
+
+    return_text: bool = False
+    """Whether the ranks hold the texts."""
+
+    documents: Documents | None = None
+    """In place of `texts`: the request has the form of `/v1/rerank`."""
+
+    top_n: int | None = None
+    return_documents: bool | None = None
+
+
+class _Sentences(Fields):
+    source_sentence: str
+    sentences: Texts
+
+
+class SimilarityRequest(TeiFields):
+    """A sentence, and others to compare with it."""
+
+    inputs: dict[str, Any]
+    """`source_sentence`, and the list `sentences`."""
+
+
+async def _encode(
+    request: Request,
+    body: TeiFields,
+    task: str,
+    texts: Mapping[str, Sequence[str]],
+    outputs: Sequence[str],
+    **more: Any,
+) -> Outputs:
+    """As `encode`, with the only model of the task if the body names none."""
+    name = body.model or (await _only_model(request, task)).name
+    return await encode(request, body.model_copy(update={"model": name}), task, texts, outputs, **more)
+
+
+async def _only_model(request: Request, task: str | None = None) -> Model:
+    """The only model of a task, or of all.
+
+    Raises:
+        ApiError: There is none, or there are several.
+    """
+    models = await gateway_of(request).models.models()
+    found = [model for model in models if task in (None, model.folder.task)]
+    if len(found) == 1:
+        return found[0]
+    names = ", ".join(clip(model.name) for model in found or models)
+    what = f"{len(found)} models" + (f" for {task}" if task else "")
+    raise ApiError(400, f"there are {what}: name one in the field model; there are {names or 'none'}", param="model")
+
+
+@router.post("/embed", responses=TEI_RESPONSES)
+async def embed(body: EmbedRequest, request: Request) -> list[list[float]]:
+    """Vectors of texts."""
+    name, texts = texts_or_tokens("inputs", body.inputs)
+    parameters = {"normalize": body.normalize, "prompt_name": body.prompt_name, "dimensions": body.dimensions}
+    outputs = await _encode(
+        request, body, EMBEDDINGS, {name: texts}, [EMBEDDING], parameters=parameters, names={name: "inputs"}
+    )
+    return _rows(outputs[EMBEDDING], len(texts))
+
+
+@router.post("/embed_all", responses=TEI_RESPONSES)
+async def embed_all(body: EmbedAllRequest, request: Request) -> list[list[list[float]]]:
+    """The vectors of each text's tokens, before pooling; by a folder of the task feature-extraction."""
+    texts = {"text": text_list("inputs", body.inputs)}
+    outputs = await _encode(request, body, FEATURES, texts, [JSON_OUTPUT], names={"text": "inputs"})
+    return [json.loads(text)[0] for text in outputs[JSON_OUTPUT]]
+
+
+@router.post("/embed_sparse", responses=TEI_RESPONSES)
+async def embed_sparse(body: EmbedSparseRequest, request: Request) -> list[list[dict[str, int | float]]]:
+    """Sparse vectors of texts: weights of tokens of the vocabulary."""
+    texts, parameters = {"text": text_list("inputs", body.inputs)}, {"prompt_name": body.prompt_name}
+    outputs = await _encode(
+        request, body, SPARSE, texts, [JSON_OUTPUT], parameters=parameters, names={"text": "inputs"}
+    )
+    vectors = map(json.loads, outputs[JSON_OUTPUT])
+    return [
+        [{"index": index, "value": value} for index, value in zip(each["indices"], each["values"], strict=True)]
+        for each in vectors
+    ]
+
+
+@router.post("/similarity", responses=TEI_RESPONSES)
+async def similarity(body: SimilarityRequest, request: Request) -> list[float]:
+    """The cosine of a sentence's vector and those of others."""
+    place = "inputs.sentences"
+    inputs = await beside_loop(request, parse_at, _Sentences, "inputs", body.inputs)
+    texts = [*text_list("inputs.source_sentence", inputs.source_sentence), *text_list(place, inputs.sentences)]
+    outputs = await _encode(
+        request, body, EMBEDDINGS, {"text": texts}, [EMBEDDING], parameters={"normalize": True}, names={"text": place}
+    )
+    vectors = np.array(_rows(outputs[EMBEDDING], len(texts)))
+    cosines: list[float] = (vectors[1:] @ vectors[0]).tolist()
+    return cosines
+
+
+@router.post("/predict", responses=TEI_RESPONSES)
+async def predict(body: PredictRequest, request: Request) -> list[Any]:
+    """Labels with their scores, the best first; of a list, a list for each of its entries."""
+    entries, is_batch = _pairs(body.inputs)
+    parameters = {"function_to_apply": "none" if body.raw_scores else None}
+    answers: list[Any] = [None] * len(entries)
+    for size in (1, 2):
+        rows = [row for row, entry in enumerate(entries) if len(entry) == size]
+        if not rows:
+            continue
+        texts = {name: [entries[row][side] for row in rows] for side, name in enumerate(("text", "text_pair")[:size])}
+        names = dict.fromkeys(texts, "inputs")
+        outputs = await _encode(request, body, CLASSIFICATION, texts, ALL, parameters=parameters, names=names)
+        labels, scores = (_rows(outputs[name], len(rows)) for name in ALL)
+        for row, own_labels, own_scores in zip(rows, labels, scores, strict=True):
+            pairs = sorted(zip(own_scores, own_labels, strict=True), key=lambda pair: -pair[0])
+            answers[row] = [{"score": score, "label": label} for score, label in pairs]
+    return answers if is_batch else answers[0]
+
+
+def _pairs(inputs: str | Sequence[str | list[str]]) -> tuple[list[list[str]], bool]:
+    """The texts or pairs of a request, and whether they are a batch.
+
+    Raises:
+        ApiError: They are something else.
+    """
+    if isinstance(inputs, str):
+        inputs = [inputs]
+    is_batch = bool(inputs) and not any(isinstance(entry, str) for entry in inputs)
+    entries: list[Any] = list(inputs) if is_batch else [list(inputs)]
+    if not all(len(entry) in (1, 2) and all(isinstance(text, str) and text for text in entry) for entry in entries):
+        message = "inputs must be a text, a pair of texts, or a list of [text] and [text, text], none of them empty"
+        raise ApiError(400, message, param="inputs")
+    return entries, is_batch
+
+
+@router.post("/rerank", include_in_schema=False)
+async def rank(body: RankRequest, request: Request) -> Any:
+    """Texts by their score for a query, in the form of the request: TEI's with `texts`, or that of `/v1/rerank`."""
+    if body.texts is None:
+        given = body.model_dump(include=body.model_fields_set)
+        return await rerank(await beside_loop(request, RerankRequest.model_validate, given), request)
+    texts = {"query": [body.query], "documents": text_list("texts", body.texts)}
+    outputs = await _encode(
+        request,
+        body,
+        RERANK,
+        texts,
+        [SCORE],
+        parameters={"raw_scores": body.raw_scores},
+        names={"documents": "texts"},
+    )
+    ranks = sorted(enumerate(outputs[SCORE]), key=lambda pair: -pair[1])
+    return [
+        {"index": index, "score": score, **({"text": body.texts[index]} if body.return_text else {})}
+        for index, score in ranks
+    ]
+
+
+@router.get("/info", responses=TEI_RESPONSES)
+async def info(request: Request, model: str | None = None) -> dict[str, Any]:
+    """What the only model is, or the one that the query parameter `model` names."""
+    gateway = gateway_of(request)
+    served = await _only_model(request) if model is None else await _model(request, model)
+    about: dict[str, Any] = {"model_id": served.name, "version": __version__}
+    about["max_concurrent_requests"] = gateway.config.max_concurrent_requests
+    about["max_client_batch_size"] = MAX_TEXTS
+    if served.folder.info is not None:
+        kind = KINDS.get(served.folder.info.task, served.folder.info.task)
+        about |= {
+            "model_id": served.folder.info.model,
+            "model_dtype": served.folder.info.dtype,
+            "model_type": {kind: {}},
+            "max_input_length": served.folder.info.context_length,
+        }
+    return about
+
+
+async def _model(request: Request, name: str) -> Model:
+    models = gateway_of(request).models
+    for served in await models.models():
+        if served.name == name:
+            return served
+    raise await models.missing(name)
+
+
+def _rows(values: list[Any], num_rows: int) -> list[list[Any]]:
+    """The values of each row, of as many for each."""
+    width = len(values) // num_rows
+    return [values[start : start + width] for start in range(0, len(values), width)]
