@@ -61,15 +61,15 @@ def _times(title: str, metric: Metric) -> Panel:
     return Panel(title, metric.help, _quantiles(metric.name, "model", OF_MODEL), "s")
 
 
-def _gateway(title: str, metric: MetricWrapperBase, *labels: str, unit: str = "short") -> Panel:
+def _gateway(title: str, metric: MetricWrapperBase, *labels: str, unit: str = "short", needs: str = "gateway") -> Panel:
     """A panel of a metric of the gateway's."""
     name, text = metric._name, metric._documentation
     if isinstance(metric, Histogram):
-        return Panel(title, text, _quantiles(name, labels[0], ""), unit, "gateway")
+        return Panel(title, text, _quantiles(name, labels[0], ""), unit, needs)
     if isinstance(metric, Counter):
         legend = " ".join(f"{{{{{label}}}}}" for label in labels)
-        return Panel(title, text, {legend: f"sum by ({', '.join(labels)}) (rate({name}_total{RATE}))"}, unit, "gateway")
-    return Panel(title, text, {"gateway": f"sum ({name})"}, unit, "gateway")
+        return Panel(title, text, {legend: f"sum by ({', '.join(labels)}) (rate({name}_total{RATE}))"}, unit, needs)
+    return Panel(title, text, {"gateway": f"sum ({name})"}, unit, needs)
 
 
 def panels() -> Iterator[tuple[str, list[Panel]]]:
@@ -79,7 +79,10 @@ def panels() -> Iterator[tuple[str, list[Panel]]]:
         "Requests",
         [
             Panel(
-                "Requests", declared.REQUESTS.help, {"{{model}} {{outcome}}": _rate(declared.REQUESTS, "outcome")}, "reqps"
+                "Requests",
+                declared.REQUESTS.help,
+                {"{{model}} {{outcome}}": _rate(declared.REQUESTS, "outcome")},
+                "reqps",
             ),
             Panel(
                 "Errors",
@@ -132,15 +135,17 @@ def panels() -> Iterator[tuple[str, list[Panel]]]:
         [
             _gateway("Requests of the gateway", GATEWAY.requests, "endpoint", "status", unit="reqps"),
             _gateway("Time of the gateway's requests", GATEWAY.duration, "endpoint", unit="s"),
-            _gateway("Time to the first event", GATEWAY.first_token, "endpoint", unit="s"),
-            _gateway("Loads on demand", GATEWAY.loads, "model", "outcome"),
+            _gateway("Time to the first event", GATEWAY.first_token, "endpoint", unit="s", needs="streams"),
+            _gateway("Loads on demand", GATEWAY.loads, "model", "outcome", needs="on demand"),
             _gateway("Waiting for a load", GATEWAY.waiting_for_load),
         ],
     )
     yield (
         "Machine",
         [
-            Panel("Processor", "Use of the processor, by Triton.", {"{{instance}}": "nv_cpu_utilization"}, "percentunit"),
+            Panel(
+                "Processor", "Use of the processor, by Triton.", {"{{instance}}": "nv_cpu_utilization"}, "percentunit"
+            ),
             Panel("Memory", "Memory in use, by Triton.", {"{{instance}}": "nv_cpu_memory_used_bytes"}, "bytes"),
             Panel("GPU", "Use of the GPU, by Triton.", {"{{gpu_uuid}}": "nv_gpu_utilization"}, "percentunit", "GPU"),
             Panel("GPU memory", "GPU memory in use.", {"{{gpu_uuid}}": "nv_gpu_memory_used_bytes"}, "bytes", "GPU"),
