@@ -99,6 +99,7 @@ TaskName = Literal[
     "summarization",
     "translation",
     "text2text-generation",
+    "automatic-speech-recognition",
 ]
 
 
@@ -218,7 +219,8 @@ class ModelSettings(BaseModel):
 
     max_prompt_bytes: Count | None = None
     """Maximum size of one prompt in UTF-8 bytes, checked before tokenization, which takes seconds for a megabyte. By
-    default 16 times the context length; for encoders at least 262144, as they cut texts or read them in windows."""
+    default 16 times the context length; for encoders at least 262144, as they cut texts or read them in windows; for
+    files of audio 67108864."""
 
     engine: Annotated[Literal["auto", "continuous", "batch"], FormerValue("rolling", "continuous")] = "auto"
     """Engine that generates. `continuous` is continuous batching: sequences join and leave the running batch at any
@@ -293,6 +295,9 @@ class ModelSettings(BaseModel):
     max_batch_tokens: Annotated[int, annotated_types.Ge(16), annotated_types.Le(2**31 - 1)] | None = None
     """Maximum number of tokens of one forward pass of an encoder; a request that arrives meanwhile waits for one pass.
     By default 1024 on a CPU and 16384 on a GPU."""
+
+    max_audio_seconds: Annotated[float, annotated_types.Gt(0), annotated_types.Le(24 * 3600)] = 3600.0
+    """Maximum length of one audio in seconds, for `automatic-speech-recognition`."""
 
     exclude_input_in_output: bool = False
     """Default of the request parameter `exclude_input_in_output`: whether `text_output` leaves out the prompt."""

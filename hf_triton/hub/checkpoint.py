@@ -11,7 +11,7 @@ from typing import Any, Final
 from hf_triton.errors import CheckpointError, LoadError, SettingsError
 from hf_triton.hub.graph import check_graph, load_graph
 from hf_triton.hub.imports import import_transformers
-from hf_triton.hub.pretrained import load_config, load_model, load_tokenizer, loading, silence_transformers
+from hf_triton.hub.pretrained import SPEECH, load_config, load_model, load_tokenizer, loading, silence_transformers
 from hf_triton.hub.resolve import Hub
 from hf_triton.hub.snapshot import purge_damaged
 from hf_triton.protocol.parameters import (
@@ -205,7 +205,7 @@ def _take_stop_strings(model: Any) -> tuple[str, ...]:
 def _load_graph(
     folder: Path, config: Any, settings: ModelSettings, placement: Placement, auto_class: str | None
 ) -> Any:
-    if auto_class is None:
+    if auto_class in (None, SPEECH):
         raise SettingsError(
             f"runtime {settings.runtime} is for tasks of encoders, and the folder generates text: set runtime to torch"
         )

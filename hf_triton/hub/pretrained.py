@@ -35,6 +35,8 @@ MAX_LABELS: Final = 1_000_000
 ROPE_SCALING: Final = "rope_f"
 """The beginning of names of tensors that scale the rotation of positions: `rope_freqs`, `rope_factors_long`."""
 TOKENIZER: Final = "tokenizer.json"
+SPEECH: Final = "AutoModelForSpeechSeq2Seq"
+WHISPER: Final = "WhisperForConditionalGeneration"
 
 
 @contextlib.contextmanager
@@ -322,6 +324,12 @@ def _encoder_class(name: str, settings: ModelSettings, config: Any) -> Any:
 
     if name == "AutoModel":
         return _text_encoder(settings, config)
+    if name == SPEECH and WHISPER not in (config.architectures or ()):
+        raise CheckpointError(
+            "unsupported_model",
+            f"{settings.huggingface_model} is a {architecture_names(config)} according to its config.json, and "
+            f"automatic-speech-recognition serves Whisper ({WHISPER}) alone: choose such a checkpoint",
+        )
     head, auto_class = name.removeprefix("AutoModel"), getattr(transformers, name)
     known = auto_class._model_mapping._model_mapping.values()
     endings = (head, "ForPreTraining") if head == "ForMaskedLM" else (head,)  # whose weights decide

@@ -118,7 +118,7 @@ class ResponsesRequest(AgentRequest):
     """`format`: text, JSON, or JSON that a schema allows."""
 
     reasoning: dict[str, Any] | None = None
-    """`effort`: a variable for the chat template of models that reason."""
+    """`effort`: a variable for the chat template of models that reason; `none` asks for no reasoning."""
 
     include: list[str] | None = None
     """`message.output_text.logprobs` adds the log probability of each token of a text."""

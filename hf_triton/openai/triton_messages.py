@@ -18,6 +18,7 @@ from hf_triton.protocol.chat import MESSAGES
 from hf_triton.protocol.model_info import ModelInfo
 from hf_triton.protocol.ports import TEXT_OUTPUTS
 from hf_triton.protocol.prompts import PROMPT, PROMPT_TOKEN_IDS
+from hf_triton.protocol.thinking import SWITCHES, switched, unread
 from hf_triton.settings import MODEL_SETTINGS, TEXT_TO_TEXT, TaskName
 
 DOOR_SUFFIX: Final = "_stream"
@@ -26,6 +27,7 @@ ADAPTER_MARK: Final = ":"
 LORA_NAME: Final = "lora_name"
 REASONING_EFFORT: Final = "reasoning_effort"
 TEMPLATE_KWARGS: Final = "chat_template_kwargs"
+THINKING_BUDGET: Final = "thinking_budget"
 TEXT_GENERATION: Final = "text-generation"
 EMBEDDINGS: Final = "embeddings"
 RERANK: Final = "rerank"
@@ -34,6 +36,7 @@ TOKEN_CLASSIFICATION: Final = "token-classification"
 FILL_MASK: Final = "fill-mask"
 SPARSE: Final = "sparse-embeddings"
 FEATURES: Final = "feature-extraction"
+SPEECH: Final = "automatic-speech-recognition"
 EMBEDDING: Final = "embedding"
 """The output of a model for embeddings."""
 ENDPOINTS: Final[Mapping[str, str]] = {
@@ -45,6 +48,7 @@ ENDPOINTS: Final[Mapping[str, str]] = {
     FILL_MASK: "/v1/fill-mask",
     SPARSE: "/embed_sparse",
     FEATURES: "/embed_all",
+    SPEECH: "/v1/audio/transcriptions",
 }
 """Where models of each task are asked."""
 TASKS: Final[Mapping[str, str | None]] = {
@@ -54,6 +58,9 @@ TASKS: Final[Mapping[str, str | None]] = {
 }
 """By a model's own task, the one that it has here; None: no endpoint."""
 FORMATS: Final[Mapping[str, str]] = {"UINT32": "I", "INT32": "i", "FP32": "f", "INT64": "q", "UINT64": "Q"}
+
+KINDS: Final = {bool: "bool_param", int: "int64_param", float: "double_param", str: "string_param"}
+"""Where Triton's message has a parameter, by its type."""
 
 Outputs: TypeAlias = dict[str, list[Any]]
 """The outputs of a response by name: strings or numbers, one for each sequence."""
@@ -126,11 +133,11 @@ class TextRequest:
     model: str
     request_id: str
     task: str
-    texts: Mapping[str, Sequence[str]]
-    """The texts of each input."""
+    texts: Mapping[str, Sequence[str | bytes]]
+    """The texts of each input, or its files."""
     outputs: Sequence[str]
     """The outputs to fill."""
-    parameters: Mapping[str, bool | int | str] = field(default_factory=dict)
+    parameters: Mapping[str, bool | int | float | str] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
     """The client's names of our parameters, for error messages."""
     fields: Collection[str] = ()
@@ -190,14 +197,19 @@ class Generation:
         return TEXT_GENERATION
 
     def unread_variables(self, info: ModelInfo) -> list[str]:
-        """The client's names of those variables of a chat template that the model's does not read."""
+        """The client's names of variables and a budget that change nothing for a model."""
+        has_budget = THINKING_BUDGET in self.sampling and not info.reasons
+        budget = [self.names.get(THINKING_BUDGET, THINKING_BUDGET)] if has_budget else []
         if info.template_variables is None:
-            return []
+            return budget
         given = {REASONING_EFFORT: self.names.get(REASONING_EFFORT, REASONING_EFFORT)}
         given = {name: place for name, place in given.items() if name in self.options}
         named = json.loads(str(self.options.get(TEMPLATE_KWARGS, "{}")))
-        given |= {name: f"{TEMPLATE_KWARGS}.{name}" for name in named}
-        return [place for name, place in given.items() if name not in info.template_variables]
+        given |= {name: self.names.get(name, f"{TEMPLATE_KWARGS}.{name}") for name in named}
+        values = {**{name: self.options.get(name) for name in given}, **named}
+        closes_block = info.reasons and switched(values) is False
+        names = unread(values, [*info.template_variables, *(SWITCHES if closes_block else ())])
+        return [*budget, *(given[name] for name in names)]
 
     @property
     def model_name(self) -> str:
@@ -228,8 +240,7 @@ def infer_request(folder: Folder, request: Generation | TextRequest, *, is_strea
         else:
             parameters = _add_generation(message, folder, request, is_stream=is_stream)
         for name, value in parameters.items():
-            kind = "bool" if isinstance(value, bool) else "int64" if isinstance(value, int) else "string"
-            setattr(message.parameters[name], f"{kind}_param", value)
+            setattr(message.parameters[name], KINDS[type(value)], value)
     except (UnicodeEncodeError, RecursionError):
         raise ApiError(400, "the request holds half of a surrogate pair, which is not Unicode") from None
     return message
@@ -284,10 +295,10 @@ def _check_required(folder: Folder, what: str) -> None:
         raise ApiError(400, message, param="model", code="unsupported_parameter")
 
 
-def _add_strings(request: Any, folder: Folder, name: str, texts: Sequence[str]) -> None:
+def _add_strings(request: Any, folder: Folder, name: str, texts: Sequence[str | bytes]) -> None:
     shape = [len(texts), 1] if folder.max_batch_size else [len(texts)]
     request.inputs.add(name=name, datatype="BYTES", shape=shape)
-    encoded = [text.encode() for text in texts]
+    encoded = [text if isinstance(text, bytes) else text.encode() for text in texts]
     request.raw_input_contents.append(b"".join(struct.pack("<I", len(text)) + text for text in encoded))
 
 

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from hf_triton.errors import HfTritonError, RequestError, clip
-from hf_triton.protocol.prompts import PROMPT_ALIASES, Limits, decode_texts
+from hf_triton.protocol.prompts import PROMPT_ALIASES, Limits, decode_texts, read_elements
 from hf_triton.protocol.request_values import given_name, merge_values, one_value
 from hf_triton.protocol.requests import PARAMETER_NAMES
 from hf_triton.protocol.task_declaration import (
@@ -20,16 +20,16 @@ from hf_triton.protocol.task_declaration import (
     NUM_TOKENS,
     NUMPY_TYPES,
     TOKEN_IDS,
+    DeclaredOptions,
     TaskDeclaration,
-    TaskOptions,
 )
 from hf_triton.protocol.tensors import Array, encode_strings
 from hf_triton.protocol.token_rows import TokenRow, pad_rows, read_token_rows
 from hf_triton.protocol.validation import suggest, validated, value_type
 
-Options = TypeVar("Options", bound=TaskOptions)
-Row = Mapping[str, str]
-"""The texts of one row, by the input's own name."""
+Options = TypeVar("Options", bound=DeclaredOptions)
+Row = Mapping[str, Any]
+"""The texts of one row, by the input's own name; `bytes` of an input of files."""
 
 
 @dataclass(frozen=True)
@@ -87,14 +87,14 @@ def read_task_request(
         _check_no_text(declaration, given, next(iter(tokens)))
         token_rows = read_token_rows(tokens, limits)
         return TaskRequest(token_rows, asked, (len(token_rows),))
-    texts: dict[str, list[str]] = {}
+    texts: dict[str, list[Any]] = {}
     shape: tuple[int, ...] = (1,)
     is_from_mlserver = False
     for text in declaration.texts:
         found = given_name((text.name, *text.aliases), given)
         if found is not None:
             array = _as_array(found, given[found])
-            texts[text.name] = decode_texts(found, array, limits)
+            texts[text.name] = (read_elements if text.is_file else decode_texts)(found, array, limits)
             shape = max(shape, array.shape, key=lambda dims: int(np.prod(dims)))
             is_from_mlserver |= found in PROMPT_ALIASES and declaration.name in MLSERVER_TASKS
     _check_texts(declaration, texts)
@@ -113,7 +113,7 @@ def _unknown(declaration: TaskDeclaration, name: str) -> RequestError:
     return RequestError(
         "unknown_parameter",
         f"there is no input or parameter {clip(name)} in {declaration.name}"
-        f"{suggest(name, declaration.input_types, 'docs/encoders.md')}",
+        f"{suggest(name, declaration.input_types, declaration.document)}",
     )
 
 
