@@ -21,8 +21,10 @@ from hf_triton.errors import panics_as_errors, where
 from hf_triton.grammar.constraint import Bits, GrammarConstraint
 from hf_triton.grammar.matcher import LIMITS, build_matcher, rejection
 from hf_triton.grammar.sandbox import MAX_CPU_S, MAX_WAIT_S, GrammarSandbox
+from hf_triton.grammar.thinking import TagTokens, ThinkingConstraint
 from hf_triton.grammar.tokenizer import build_guidance_tokenizer
 from hf_triton.protocol.structured_output import Grammar
+from hf_triton.protocol.thinking import Thinking
 from hf_triton.sampling.params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -62,7 +64,9 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._guidance: LLTokenizer | None = None
         self._bits = lru_cache(4)(self._build_bits)
+        self._tags = lru_cache(4)(self._build_tags)
         self._compiles_in_time: dict[Grammar, bool] = {}  # the most recent last
+        self._known_tags: set[tuple[str, str]] = set()
 
     def knows(self, grammar: Grammar) -> bool:
         """Whether a grammar was compiled recently, so that it takes less than 0.1 s."""
@@ -106,13 +110,63 @@ class GrammarCompiler:
 
         return replace(params, eos_ids=eos_ids), build_constraint
 
+    def knows_tags(self, thinking: Thinking) -> bool:
+        """Whether `behind_thinking` is quick for these tags; it takes up to a second the first time."""
+        return (thinking.opening, thinking.closing) in self._known_tags
+
+    def behind_thinking(
+        self, thinking: Thinking, params: SamplingParams, build_answer: Callable[[], GrammarConstraint] | None
+    ) -> Callable[[], ThinkingConstraint] | None:
+        """A factory of constraints that leave thinking free.
+
+        Args:
+            thinking: The tags, and what is asked of thinking.
+            params: The prompt's sampling parameters, as `compile` returns them.
+            build_answer: Makes the constraint of what follows; None: nothing constrains it.
+
+        Returns:
+            None: the model has no tokens that spell the tags.
+        """
+        tags = self._tags(thinking.opening, thinking.closing)
+        self._known_tags.add((thinking.opening, thinking.closing))
+        if tags is None:
+            return None
+        text_bits, _ = self._bits(params.eos_ids or self._eos_ids, tags.size)
+
+        def build_constraint() -> ThinkingConstraint:
+            return ThinkingConstraint(tags, text_bits, build_answer, is_open=thinking.is_open, budget=thinking.budget)
+
+        return build_constraint
+
+    def _build_tags(self, opening: str, closing: str) -> TagTokens | None:
+        guidance = self._build_guidance()
+        if guidance is None:
+            logger.warning("thinking is not told from the answer: the tokenizer's tokens are not known by their bytes")
+            return None
+        added = self._tokenizer.backend_tokenizer.get_added_tokens_decoder()
+        silent = {token_id for token_id, token in added.items() if token.special} - {
+            token_id for token_id, token in added.items() if token.content in (opening, closing)
+        }
+        num_ids = min(self._vocabulary_size, len(self._tokenizer))
+        texts = [b"" if token_id in silent else guidance.decode_bytes([token_id]) for token_id in range(num_ids)]
+        closing_ids = guidance.tokenize_str(closing, parse_special=True)
+        if not guidance.decode_bytes(closing_ids).endswith(closing.encode()) or max(closing_ids) >= num_ids:
+            logger.warning("thinking is not told from the answer: the tokenizer cannot spell the closing tag")
+            return None
+        any_matcher = LLMatcher(guidance, LLMatcher.grammar_from_regex("a"), log_level=0)
+        size = 8 * len(any_matcher.compute_bitmask())  # as a grammar's
+        return TagTokens(opening.encode(), closing.encode(), texts, closing_ids, size)
+
     def _guidance_tokenizer(self, grammar: Grammar) -> LLTokenizer:
-        """The tokenizer of llguidance, built at the first grammar, which takes up to a second."""
+        if (guidance := self._build_guidance()) is None:
+            raise rejection(grammar, "needs a tokenizer whose tokens are known by their bytes, and this model's is not")
+        return guidance
+
+    def _build_guidance(self) -> LLTokenizer | None:
+        """The tokenizer of llguidance, built at the first grammar, which takes up to a second; None: see its module."""
         with self._lock:
             if self._guidance is None:
                 self._guidance = build_guidance_tokenizer(self._tokenizer, self._vocabulary_size)
-        if self._guidance is None:
-            raise rejection(grammar, "needs a tokenizer whose tokens are known by their bytes, and this model's is not")
         return self._guidance
 
     def _build_bits(self, eos_ids: frozenset[int], size: int) -> tuple[Bits, Bits]:

@@ -22,6 +22,7 @@ from hf_triton.openai import (
     models,
     responses,
     scores,
+    stored_responses,
     tei,
     token_tasks,
     tokenize,
@@ -37,6 +38,7 @@ from hf_triton.openai.observe import Observe
 from hf_triton.openai.on_demand import OnDemand
 from hf_triton.openai.page import mount_page
 from hf_triton.openai.repository import TritonRepository
+from hf_triton.openai.response_store import ResponseStore
 from hf_triton.openai.security import ApiKeys, KeyCheck
 from hf_triton.openai.tracing import GatewayTracer
 from hf_triton.openai.triton import TritonModels
@@ -47,6 +49,7 @@ ROUTERS: Final[tuple[APIRouter, ...]] = (
     chat.router,
     completions.router,
     responses.router,
+    stored_responses.router,
     messages.router,
     tokenize.router,
     embeddings.router,
@@ -81,7 +84,8 @@ def build_app(config: GatewayConfig) -> FastAPI:
             )
             models = TritonModels(config.triton, config.timeout_s, headers, on_demand)
             stack.push_async_callback(models.close)
-            app.state.gateway = Gateway(config, models, metrics)
+            stored = ResponseStore(config.num_stored_responses, config.max_stored_bytes, config.store_for_s)
+            app.state.gateway = Gateway(config, models, metrics, stored)
             yield {"config": config}  # for the protocol of `server.py`
 
     app = FastAPI(title="hf_triton", version="1", lifespan=lifespan, docs_url=None, redoc_url=None)
@@ -97,7 +101,7 @@ def build_app(config: GatewayConfig) -> FastAPI:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=config.allowed_origins,
-            allow_methods=["GET", "POST"],
+            allow_methods=["DELETE", "GET", "POST"],
             allow_headers=["*"],
             expose_headers=["x-request-id", hints.HEADER],
         )

@@ -31,9 +31,11 @@ from hf_triton.openai.gateway import Gateway, gateway_of, request_id_of
 from hf_triton.openai.hints import pass_over
 from hf_triton.openai.logprobs import chat_logprobs, chat_positions
 from hf_triton.openai.sse import DONE, RESPONSES, EventStream, chunk, chunk_start, event
-from hf_triton.openai.triton_messages import Generation, Outputs
+from hf_triton.openai.thinking import read_thinking
+from hf_triton.openai.triton_messages import THINKING_BUDGET, Generation, Outputs
 from hf_triton.protocol.chat import TOOL, hidden_type
 from hf_triton.protocol.custom_tools import hosted_type
+from hf_triton.protocol.thinking import SWITCHES
 
 router = APIRouter(route_class=JsonRoute)
 TEXT_OPTIONS: Final = ("tools", "tool_choice", "chat_template_kwargs", "reasoning_effort")
@@ -66,7 +68,13 @@ class ChatRequest(GenerationFields):
     """Variables for the model's chat template."""
 
     reasoning_effort: str | None = None
-    """A variable for the chat template of models that reason."""
+    """A variable for the chat template of models that reason; `none` asks for no reasoning."""
+
+    thinking: dict[str, Any] | None = None
+    """Anthropic's form of `thinking_budget`: `{"type": "enabled", "budget_tokens": 512}`, or `disabled`."""
+
+    nvext: dict[str, Any] | None = None
+    """NIM's form of `thinking_budget`: `{"max_thinking_tokens": 512}`."""
 
     add_generation_prompt: bool | None = None
     """Whether to append the start of an assistant message; by default true."""
@@ -94,7 +102,10 @@ class ChatRequest(GenerationFields):
             raise ApiError(400, "top_logprobs is for logprobs true: set it", param="top_logprobs")
         if self.echo:
             raise ApiError(400, "echo is for /v1/completions: leave it out", param="echo")
-        options = self._options()
+        is_off, budget = read_thinking(self.thinking, self.nvext)
+        if budget is not None:
+            sampling.setdefault(THINKING_BUDGET, budget)
+        options = self._options(is_thinking_off=is_off)
         if self.logprobs:
             sampling["logprobs"] = self.top_logprobs or 0
             options["return_logprobs"] = True
@@ -109,11 +120,21 @@ class ChatRequest(GenerationFields):
             options,
             messages=self.messages,
             returns=returns,
-            names={**self.client_names(), "logprobs": "top_logprobs", "text_input": "messages"},
+            names={
+                **self._thinking_names(),
+                **self.client_names(),
+                "logprobs": "top_logprobs",
+                "text_input": "messages",
+            },
             fields=self.model_fields_set,
         )
 
-    def _options(self) -> dict[str, bool | int | str]:
+    def _thinking_names(self) -> dict[str, str]:
+        if self.thinking is not None:
+            return {THINKING_BUDGET: "thinking", SWITCHES[0]: "thinking"}
+        return {} if self.nvext is None else {THINKING_BUDGET: "nvext.max_thinking_tokens"}
+
+    def _options(self, *, is_thinking_off: bool) -> dict[str, bool | int | str]:
         options: dict[str, bool | int | str] = {
             name: value for name in BOOLEAN_OPTIONS if (value := getattr(self, name)) is not None
         }
@@ -122,6 +143,8 @@ class ChatRequest(GenerationFields):
             for part_type in filter(None, map(hidden_type, parts if isinstance(parts, list) else ())):
                 pass_over(f"messages.content.{part_type}")
         values = {name: value for name in TEXT_OPTIONS if (value := getattr(self, name)) is not None}
+        if is_thinking_off:
+            values["chat_template_kwargs"] = {SWITCHES[0]: False, **(self.chat_template_kwargs or {})}
         hosted = [kind for tool in self.tools or () if (kind := hosted_type(tool)) is not None]
         for kind in hosted:
             pass_over(f"tools.{kind}")

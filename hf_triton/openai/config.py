@@ -92,6 +92,16 @@ class GatewayConfig(BaseModel):
     workers: Count = 1
     """Processes that accept requests on the port."""
 
+    max_stored_responses: Annotated[int, annotated_types.Ge(0), annotated_types.Le(2**31 - 1)] = 1000
+    """Responses of /v1/responses that are kept in memory, for requests that go on behind them; 0: none, which is also
+    so with several workers."""
+
+    max_stored_bytes: Count = 32 << 20
+    """Bytes of JSON that they may be together; the oldest makes room."""
+
+    store_for_s: Seconds = 24 * 3600.0
+    """How long one is kept, in seconds."""
+
     on_demand: bool = False
     """Load models when they are asked for, and unload idle ones. A Triton that `hf-triton serve` has not started must
     run with --model-control-mode=explicit."""
@@ -107,6 +117,11 @@ class GatewayConfig(BaseModel):
     triton_metrics: Address | None = None
     """With --on-demand: Triton's metrics address, HOST:PORT; a model is then kept while requests that bypass the
     gateway are in flight."""
+
+    @property
+    def num_stored_responses(self) -> int:
+        """How many responses are kept; none if another worker could be asked for them."""
+        return self.max_stored_responses if self.workers == 1 else 0
 
     @property
     def idle_limit_s(self) -> float | None:

@@ -41,6 +41,7 @@ SAMPLING: Final[Mapping[str, str]] = {
     "n": "num_return_sequences",
     "priority": "queue_priority",
     "timeout": "max_time",
+    "thinking_token_budget": "thinking_budget",
     **{
         name: name
         for name in (
@@ -49,7 +50,7 @@ SAMPLING: Final[Mapping[str, str]] = {
             *("logit_bias", "bad_words", "ignore_eos", "best_of", "max_time", "truncate_prompt_tokens"),
             *("stop_token_ids", "include_stop_str_in_output", "length_penalty", "early_stopping"),
             *("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-            "lora_name",
+            *("lora_name", "thinking_budget"),
         )
     },
 }
@@ -148,7 +149,6 @@ IGNORED: Final[Mapping[str, Ignored]] = {
     **dict.fromkeys(("prompt_cache_options", "cache_prompt", "prediction", "web_search_options"), HINT),
     "service_tier": ONE_TIER,
     "verbosity": Ignored(("medium",), is_hint=True),
-    "thinking": HINT,
     "guided_decoding_backend": Ignored(("auto",), is_hint=True),
     "store": Ignored((False,), "keeps completions, and this server keeps none"),
     "modalities": Ignored((["text"],), "is text alone"),

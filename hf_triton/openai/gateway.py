@@ -10,6 +10,7 @@ from starlette.requests import Request
 
 from hf_triton.openai.config import GatewayConfig
 from hf_triton.openai.metrics import Metrics
+from hf_triton.openai.response_store import ResponseStore
 from hf_triton.openai.triton import TritonModels
 
 
@@ -20,6 +21,7 @@ class Gateway:
     config: GatewayConfig
     models: TritonModels
     metrics: Metrics
+    stored: ResponseStore
     readers: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(1))
     """Threads that read large bodies: with more, the event loop would wait for each of them in turn."""
 

@@ -68,7 +68,7 @@ class CountRequest(AgentRequest):
     """The body of `/v1/messages/count_tokens`."""
 
     ignored: ClassVar[Mapping[str, Ignored]] = {
-        **dict.fromkeys(("metadata", "cache_control", "thinking", "context_management", "diagnostics"), HINT),
+        **dict.fromkeys(("metadata", "cache_control", "context_management", "diagnostics"), HINT),
         **dict.fromkeys(("user_profile_id", "workspace_id", "inference_geo"), HINT),
         "service_tier": ONE_TIER,
         "speed": Ignored(("standard",), is_hint=True),
@@ -93,6 +93,9 @@ class CountRequest(AgentRequest):
     output_config: dict[str, Any] | None = None
     """`format`: a JSON schema that the answer follows."""
 
+    thinking: dict[str, Any] | None = None
+    """`enabled` with `budget_tokens`, after which thinking ends; or `disabled`, for no thinking."""
+
     def chat_fields(self, conversation: Conversation) -> dict[str, object]:
         """The chat's fields.
 
@@ -109,6 +112,7 @@ class CountRequest(AgentRequest):
             "tool_choice": choice,
             "parallel_tool_calls": parallel,
             "response_format": _read_format(output.format),
+            "thinking": self.thinking,
             "continue_final_message": conversation.ends_with_text or None,
         }
 

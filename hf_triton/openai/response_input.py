@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final, Literal
 
 from hf_triton.errors import clip
@@ -61,11 +61,19 @@ class _AdditionalTools(Fields):
     tools: Tools
 
 
-def read_input(value: str | list[Any], instructions: str | None, tools: ResponseTools) -> Conversation:
-    """The conversation of `instructions` and `input`.
+def items_of(value: str | list[Any]) -> tuple[Any, ...]:
+    """The items of an input."""
+    return ({"role": "user", "content": value},) if isinstance(value, str) else tuple(value)
+
+
+def read_input(
+    value: str | list[Any], instructions: str | None, tools: ResponseTools, past: Sequence[Any] = ()
+) -> Conversation:
+    """The conversation of `instructions`, an earlier response and `input`.
 
     Args:
         value: The input.
+        past: The items up to the end of the response that it goes on behind.
         instructions: The system message in front of it.
         tools: Takes the tools that are in the input.
 
@@ -75,7 +83,9 @@ def read_input(value: str | list[Any], instructions: str | None, tools: Response
     conversation = Conversation()
     if instructions:
         conversation.add_text("system", instructions, "instructions")
-    for index, item in enumerate([{"role": "user", "content": value}] if isinstance(value, str) else value):
+    for item in past:
+        _read_item(conversation, tools, "previous_response_id", item)
+    for index, item in enumerate(items_of(value)):
         _read_item(conversation, tools, "input" if isinstance(value, str) else f"input[{index}]", item)
     return conversation
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`POST /v1/responses`: OpenAI's Responses API, of which nothing is stored."""
+"""`POST /v1/responses`: OpenAI's Responses API."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Final
 
 import annotated_types
@@ -24,10 +25,13 @@ from hf_triton.openai.fields import HINT, MAX_TOP_LOGPROBS, ONE_TIER, Fields, Ig
 from hf_triton.openai.gateway import Gateway, gateway_of, request_id_of
 from hf_triton.openai.hints import pass_over
 from hf_triton.openai.response_events import ResponseEvents
-from hf_triton.openai.response_input import read_input
+from hf_triton.openai.response_input import items_of, read_input
 from hf_triton.openai.response_items import ResponseItems
+from hf_triton.openai.response_store import ResponseStore, StoredResponse
 from hf_triton.openai.response_tools import ResponseTools
+from hf_triton.openai.security import key_of
 from hf_triton.openai.sse import RESPONSES, EventStream
+from hf_triton.openai.stored_responses import store_of
 from hf_triton.openai.triton_messages import Generation, Outputs
 from hf_triton.protocol.chat import MAX_MESSAGES, MAX_TOOLS
 
@@ -41,7 +45,7 @@ NAMES: Final[Mapping[str, str]] = {
 """The client's names of the chat's fields and of ours."""
 MAX_INPUT_ITEMS: Final = 4 * MAX_MESSAGES
 """Of one request; an assistant's message may be several items: reasoning, text, calls."""
-STATELESS: Final = "is for stored responses, and this server keeps none"
+STATELESS: Final = "is for what a server keeps, and this one keeps responses alone"
 LOGPROBS: Final = "message.output_text.logprobs"
 ENCRYPTED: Final = "reasoning.encrypted_content"
 """What agents ask to include, beside the reasoning that is there to read."""
@@ -77,8 +81,7 @@ class ResponsesRequest(AgentRequest):
     ignored: ClassVar[Mapping[str, Ignored]] = {
         **dict.fromkeys(("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"), HINT),
         **dict.fromkeys(("prompt_cache_options", "client_metadata", "max_tool_calls", "stream_options"), HINT),
-        "store": Ignored((False,), STATELESS),
-        **dict.fromkeys(("previous_response_id", "conversation"), Ignored(reason=STATELESS)),
+        "conversation": Ignored(reason=f"{STATELESS} (previous_response_id)"),
         "prompt": Ignored(reason="names a stored prompt, and this server keeps none"),
         "background": Ignored((False,), STATELESS),
         "truncation": Ignored(("disabled",)),
@@ -88,6 +91,13 @@ class ResponsesRequest(AgentRequest):
 
     input: str | Annotated[list[Any], annotated_types.MaxLen(MAX_INPUT_ITEMS)]
     """The conversation: text, or items."""
+
+    previous_response_id: str | None = None
+    """The response that `input` goes on behind; its instructions are not carried over."""
+
+    store: bool | None = None
+    """Whether the response is kept, for `previous_response_id` and `GET /v1/responses/ID`. By default it is, unless the
+    gateway keeps none."""
 
     instructions: str | None = None
     """The system message, in front of `input`."""
@@ -108,7 +118,7 @@ class ResponsesRequest(AgentRequest):
     """`format`: text, JSON, or JSON that a schema allows."""
 
     reasoning: dict[str, Any] | None = None
-    """`effort`: a variable for the chat template of models that reason."""
+    """`effort`: a variable for the chat template of models that reason; `none` asks for no reasoning."""
 
     include: list[str] | None = None
     """`message.output_text.logprobs` adds the log probability of each token of a text."""
@@ -171,13 +181,14 @@ def _read_format(form: dict[str, Any] | None) -> dict[str, Any] | None:
 async def create_response(body: ResponsesRequest, request: Request) -> Response:
     """Answer a conversation, in the form that agents read."""
     gateway, tools = gateway_of(request), await beside_loop(request, body.read_tools)
-    conversation = await beside_loop(request, read_input, body.input, body.instructions, tools)
+    keeper = _Keeper.of(gateway, body, request)
+    conversation = await beside_loop(request, read_input, body.input, body.instructions, tools, keeper.past)
     conversation.tool_places = tools.places
     with conversation.placed_errors("input"):
         generation = body.generation(request_id_of(request), conversation, NAMES, **body.chat_fields(tools))
-        head, items = _head(body, generation), ResponseItems(generation.request_id, tools)
+        head, items = _head(body, generation, keeper), ResponseItems(generation.request_id, tools)
         if body.stream:
-            events = _stream(gateway, head, items, generation)
+            events = _stream(gateway, head, items, generation, keeper)
             return EventStream(request, conversation.placed_stream("input", events))
         outputs = await run_while_connected(request.receive, gateway.models.generate(generation))
     blocks = blocks_of(message_of(outputs, 0))
@@ -185,10 +196,44 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     for block in blocks:
         if block.kind == TEXT:
             items.take_logprobs(block, block.text)
-    return JSONResponse(head | _ending(items, blocks, outputs))
+    response = head | _ending(items, blocks, outputs)
+    keeper.keep(response)
+    return JSONResponse(response)
 
 
-def _head(body: ResponsesRequest, generation: Generation) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Keeper:
+    """Keeps the response of one request, if it is to be kept."""
+
+    store: ResponseStore | None
+    key: bytes
+    past: tuple[Any, ...]
+    input: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, gateway: Gateway, body: ResponsesRequest, request: Request) -> _Keeper:
+        """That of a request.
+
+        Raises:
+            ApiError: Nothing is kept, or there is no such earlier response.
+        """
+        key = key_of(request.scope)
+        past: tuple[Any, ...] = ()
+        if (name := body.previous_response_id) is not None:
+            param = "previous_response_id"
+            past = store_of(gateway, param).get(name, key, param).items
+        if body.store:
+            store_of(gateway, "store")
+        is_kept = gateway.stored.keeps_any and body.store is not False
+        return cls(gateway.stored if is_kept else None, key, past, items_of(body.input))
+
+    def keep(self, response: Mapping[str, Any]) -> None:
+        """Keep the response, which has ended."""
+        if self.store is not None:
+            self.store.put(StoredResponse(response, self.past, self.input), self.key)
+
+
+def _head(body: ResponsesRequest, generation: Generation, keeper: _Keeper) -> dict[str, Any]:
     """OpenAI's `response` in progress, which repeats the request.
 
     Raises:
@@ -207,9 +252,9 @@ def _head(body: ResponsesRequest, generation: Generation) -> dict[str, Any]:
         "model": generation.model,
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "previous_response_id": None,
+        "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": reasoning.get("effort"), "summary": None},
-        "store": False,
+        "store": keeper.store is not None,
         "temperature": body.temperature,
         "text": {"format": text.get("format") or {"type": "text"}},
         "tool_choice": body.tool_choice or "auto",
@@ -257,7 +302,7 @@ def _ending(items: ResponseItems, blocks: Sequence[Block], outputs: Outputs) -> 
 
 
 async def _stream(
-    gateway: Gateway, head: dict[str, Any], items: ResponseItems, generation: Generation
+    gateway: Gateway, head: dict[str, Any], items: ResponseItems, generation: Generation, keeper: _Keeper
 ) -> AsyncGenerator[bytes]:
     """The typed events of a response, from `response.created` to its end."""
     blocks, events = Blocks(), ResponseEvents(items)
@@ -273,8 +318,9 @@ async def _stream(
                 if "finish_reason" in outputs:
                     status = _status(outputs)
                     yield b"".join(events.of(step, status) for step in blocks.end())
-                    ending = _ending(items, blocks.blocks, outputs)
-                    yield events.event(f"response.{status}", {"response": head | ending})
+                    response = head | _ending(items, blocks.blocks, outputs)
+                    keeper.keep(response)
+                    yield events.event(f"response.{status}", {"response": response})
     except ApiError as error:
         if not events.number:
             raise

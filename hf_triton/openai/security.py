@@ -125,7 +125,17 @@ class KeyCheck:
     def _is_allowed(self, scope: Scope) -> bool:
         if scope["path"] in OPEN_PATHS or scope["path"].startswith(OPEN_PREFIX):
             return True
-        headers = dict(scope["headers"])
-        kind, _, key = headers.get(b"authorization", b"").partition(b" ")
-        given = key.strip() if kind.lower() == b"bearer" else headers.get(b"x-api-key")
+        given = _given_key(scope)
         return given is not None and self._keys.allow(given)
+
+
+def key_of(scope: Scope) -> bytes:
+    """The key that a request has; empty for none."""
+    return _given_key(scope) or b""
+
+
+def _given_key(scope: Scope) -> bytes | None:
+    headers = dict(scope["headers"])
+    kind, _, key = headers.get(b"authorization", b"").partition(b" ")
+    given: bytes | None = key.strip() if kind.lower() == b"bearer" else headers.get(b"x-api-key")
+    return given

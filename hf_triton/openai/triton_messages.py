@@ -18,6 +18,7 @@ from hf_triton.protocol.chat import MESSAGES
 from hf_triton.protocol.model_info import ModelInfo
 from hf_triton.protocol.ports import TEXT_OUTPUTS
 from hf_triton.protocol.prompts import PROMPT, PROMPT_TOKEN_IDS
+from hf_triton.protocol.thinking import SWITCHES, switched, unread
 from hf_triton.settings import MODEL_SETTINGS, TEXT_TO_TEXT, TaskName
 
 DOOR_SUFFIX: Final = "_stream"
@@ -26,6 +27,7 @@ ADAPTER_MARK: Final = ":"
 LORA_NAME: Final = "lora_name"
 REASONING_EFFORT: Final = "reasoning_effort"
 TEMPLATE_KWARGS: Final = "chat_template_kwargs"
+THINKING_BUDGET: Final = "thinking_budget"
 TEXT_GENERATION: Final = "text-generation"
 EMBEDDINGS: Final = "embeddings"
 RERANK: Final = "rerank"
@@ -190,14 +192,19 @@ class Generation:
         return TEXT_GENERATION
 
     def unread_variables(self, info: ModelInfo) -> list[str]:
-        """The client's names of those variables of a chat template that the model's does not read."""
+        """The client's names of variables and a budget that change nothing for a model."""
+        has_budget = THINKING_BUDGET in self.sampling and not info.reasons
+        budget = [self.names.get(THINKING_BUDGET, THINKING_BUDGET)] if has_budget else []
         if info.template_variables is None:
-            return []
+            return budget
         given = {REASONING_EFFORT: self.names.get(REASONING_EFFORT, REASONING_EFFORT)}
         given = {name: place for name, place in given.items() if name in self.options}
         named = json.loads(str(self.options.get(TEMPLATE_KWARGS, "{}")))
-        given |= {name: f"{TEMPLATE_KWARGS}.{name}" for name in named}
-        return [place for name, place in given.items() if name not in info.template_variables]
+        given |= {name: self.names.get(name, f"{TEMPLATE_KWARGS}.{name}") for name in named}
+        values = {**{name: self.options.get(name) for name in given}, **named}
+        closes_block = info.reasons and switched(values) is False
+        names = unread(values, [*info.template_variables, *(SWITCHES if closes_block else ())])
+        return [*budget, *(given[name] for name in names)]
 
     @property
     def model_name(self) -> str:

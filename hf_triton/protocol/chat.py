@@ -239,11 +239,12 @@ class ChatOptions(_Declared):
 
     chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_read_kwargs)] | None = None
     """Variables for the model's chat template, as a JSON object: `{"enable_thinking": false}`. A variable that the
-    template does not read is a hint: it is passed over, and the log says so once."""
+    template does not read is a hint: it is passed over, and the log says so once. `enable_thinking` and `thinking` are
+    one switch."""
 
     reasoning_effort: Annotated[str, annotated_types.MinLen(1), annotated_types.MaxLen(100)] | None = None
     """The variable of that name of the model's chat template, as in OpenAI's API: `low`, `high`. If the template does
-    not read it, it is passed over."""
+    not read it, it is passed over. `none` also switches thinking off."""
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:

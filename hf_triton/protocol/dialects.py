@@ -16,6 +16,7 @@ ALIASES: Final[Mapping[str, str]] = {
     "stop_words": "stop_strings",
     "end_id": "eos_token_id",
     "beam_width": "num_beams",
+    "thinking_token_budget": "thinking_budget",
 }
 """Names of other servers for our parameters, which have transformers' names."""
 SUGGESTIONS: Final[Mapping[str, str]] = {

@@ -195,6 +195,10 @@ class GenerationParameters(BaseModel):
     NUMBER` and, on a line of its own, `NUMBER: /[0-9]+/`. Terminals are greedy: what follows one must begin with a
     character that the terminal does not take. Or in GBNF, llama.cpp's syntax, starting at `root ::= `."""
 
+    thinking_budget: Annotated[int, annotated_types.Ge(0), annotated_types.Le(MAX_NEW_TOKENS)] | None = None
+    """Maximum number of tokens that the model thinks, before the closing tag of its thinking is forced: `</think>`. 0
+    closes the block at once. For models whose response template names the tags; others pass it over."""
+
     num_beams: Annotated[int, annotated_types.Ge(1), annotated_types.Le(MAX_BEAMS)] | None = None
     """Number of hypotheses that beam search keeps; 1 is no beam search. In the batch engine (setting `engine`), with
     the results of transformers' `generate`. Its parameters `length_penalty` and `early_stopping` are by default the
@@ -332,6 +336,8 @@ class GenerationParameters(BaseModel):
             return "best_of"
         if self.logprobs is not None:
             return "logprobs"
+        if self.thinking_budget is not None:
+            return "thinking_budget"
         return self.warper or (self.grammar.parameter if self.grammar else None)
 
     @property

@@ -70,7 +70,8 @@ def _flatten(
 
 def _apply_bitmasks(scores: torch.Tensor, logits: torch.Tensor, samplers: Sequence[SequenceSampler]) -> None:
     """Ban what constraints do not allow. A row that has nothing else left gets the logits of what they allow."""
-    bitmasks = {row: sampler.constraint.bitmask() for row, sampler in enumerate(samplers) if sampler.constraint}
+    constraints = {row: sampler.constraint for row, sampler in enumerate(samplers) if sampler.constraint}
+    bitmasks = {row: bitmask for row, each in constraints.items() if (bitmask := each.bitmask()) is not None}
     if not bitmasks:
         return
     size = scores.shape[1]

@@ -31,8 +31,10 @@ class TokenLogprobs:
 class Constraint(Protocol):
     """Restricts the tokens of one sequence, such as by a grammar."""
 
-    def bitmask(self) -> npt.NDArray[np.uint8]:
+    def bitmask(self) -> npt.NDArray[np.uint8] | None:
         """The tokens that may come next, at least one: a bit each, lowest bit first; ids beyond its length are banned.
+
+        None: any token.
 
         An end-of-sequence token is allowed exactly where the completion may end.
         """

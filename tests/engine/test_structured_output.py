@@ -5,6 +5,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -18,6 +19,7 @@ from hf_triton.engine.types import GenerationEngine, eos_ids
 from hf_triton.errors import GenerationError
 from hf_triton.grammar.compiler import GrammarCompiler
 from hf_triton.protocol.structured_output import Grammar
+from hf_triton.protocol.thinking import Thinking
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.types import Constraint
 from hf_triton.tasks.text_generation.tokenizer import TextCodec
@@ -81,11 +83,15 @@ class Writer:
         params: SamplingParams,
         grammar: Grammar | None,
         wrap: Callable[[Constraint], Constraint] = lambda constraint: constraint,
+        thinking: Thinking | None = None,
         **options: Any,
     ) -> Callable[[], list[Completion]]:
-        constraint = None
+        constraint, build_constraint = None, None
         if grammar:
             params, build_constraint = self._compiler.compile(grammar, params)
+        if thinking:
+            build_constraint = self._compiler.behind_thinking(thinking, params, build_constraint)
+        if build_constraint:
 
             def constraint() -> Constraint:
                 return wrap(build_constraint())
@@ -148,6 +154,49 @@ def test_guided_completions_follow_the_grammar_with_any_settings(
             assert len(completion.token_ids) <= params.max_new_tokens
             writer.check(completion, params)
     assert free()[0].token_ids == solo_ids(reference.model, writer.prompt_ids, 20)
+
+
+@pytest.mark.parametrize("engine", ["continuous", "batch"])
+def test_thinking_is_the_models_own_up_to_its_budget(
+    engine: str, load: Callable[[str], Reference], start: Callable[..., GenerationEngine]
+) -> None:
+    reference = load("llama")
+    writer = Writer(start(reference.model, engine), reference)
+    own = solo_ids(reference.model, writer.prompt_ids, 40)
+    closing_ids = writer.codec.encode("</think>", 0, adds_special_tokens=False)
+    budgets = (0, 1, 12)
+    waits = {
+        (grammar, budget): writer.submit(
+            SamplingParams(90, logprobs=1), grammar, thinking=Thinking("<think>", "</think>", True, budget)
+        )
+        for grammar in (None, GRAMMAR)
+        for budget in budgets
+    }
+    drawn = SamplingParams(90, do_sample=True, seed=1, num_return_sequences=3)
+    several = writer.submit(drawn, GRAMMAR, thinking=Thinking("<think>", "</think>", True, 3))
+    for (grammar, budget), wait in waits.items():
+        (completion,) = wait()
+        assert completion.token_ids[:budget] == own[:budget]
+        assert completion.token_ids[budget : budget + len(closing_ids)] == closing_ids
+        assert [each.token_id for each in completion.logprobs or ()] == completion.token_ids
+        if grammar is not None:
+            answer = replace(completion, token_ids=completion.token_ids[budget + len(closing_ids) :])
+            check_answer(writer, answer)
+    for completion in several():
+        assert writer.text(completion).count("</think>") == 1
+        check_answer(writer, replace(completion, token_ids=completion.token_ids[3 + len(closing_ids) :]))
+    (unbounded,) = writer.submit(SamplingParams(40), GRAMMAR, thinking=Thinking("<think>", "</think>", True))()
+    assert unbounded.token_ids == own
+    assert unbounded.finish_reason == "length"
+
+
+def check_answer(writer: Writer, answer: Completion) -> None:
+    """An answer of its own text is whole, or cut."""
+    if answer.finish_reason == "eos":
+        jsonschema.validate(json.loads(writer.codec.decode(answer.token_ids)), SCHEMA)
+    else:
+        assert answer.finish_reason == "length"
+        assert writer.codec.decode(answer.token_ids).lstrip().startswith("{")
 
 
 def test_a_seed_gives_the_same_completion_in_both_engines(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One tritonserver and one gateway in front of it for all modules, and the real `openai` client."""
 
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -64,12 +65,14 @@ def client(gateway: GatewayThread) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="session")
 def agents(tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path]) -> Iterator[GatewayThread]:
-    """A gateway with `writes`, which writes what it is told to, and its stream door."""
+    """A gateway with `writes`, which writes what it is told to, `free`, of random weights, and their stream doors."""
     root = tmp_path_factory.mktemp("agents")
     checkpoint = build_tiny_checkpoint(root / "checkpoint", chat_template=CHATML, max_position_embeddings=40_960)
     folder = make_folder(root / "repository", "writes", huggingface_model=checkpoint, max_output_length=400)
     (folder / "1" / "model.py").write_text(WRITING_MODEL)
-    free = make_folder(root / "repository", "free", huggingface_model=checkpoint, max_output_length=400)
+    no_thinking = json.dumps({"thinking_budget": 0})
+    shared = {"huggingface_model": checkpoint, "max_output_length": 400}
+    free = make_folder(root / "repository", "free", generation_defaults=no_thinking, **shared)
     for served in (folder, free):
         shutil.copytree(ROOT / "stream_door", served.with_name(f"{served.name}_stream"))
     with TritonServer(root / "repository") as server:

@@ -32,7 +32,7 @@ HINTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "verbosity": (CHAT, {"verbosity": "low"}, "verbosity"),
     "a tier": (CHAT, {"service_tier": "flex"}, "service_tier"),
     "a prediction": (CHAT, {"prediction": {"type": "content", "content": "a"}}, "prediction"),
-    "thinking": (CHAT, {"thinking": {"type": "disabled"}}, "thinking"),
+    "a budget of a chat": (CHAT, {"thinking": {"type": "enabled", "budget_tokens": 8}}, "thinking"),
     "a search": (CHAT, {"web_search_options": {"search_context_size": "low"}}, "web_search_options"),
     "llama.cpp's cache": (COMPLETIONS, {"cache_prompt": True}, "cache_prompt"),
     "an unknown null": (

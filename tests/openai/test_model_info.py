@@ -85,11 +85,11 @@ def test_the_gateway_reads_it(triton: TritonServer) -> None:
     ("name", "streams"), [("tiny", False), ("demo", True), ("decoupled", True), ("batching", False)]
 )
 def test_a_variable_that_no_template_reads_is_a_hint(gateway: GatewayThread, name: str, streams: bool) -> None:
-    fields = {"reasoning_effort": "none", "chat_template_kwargs": {"thinking": False}}
+    fields = {"reasoning_effort": "low", "chat_template_kwargs": {"reflection": False}}
     body = {"model": name, "messages": HELLO, "max_tokens": 4, "stream": streams, **fields}
     answer = httpx.post(f"{gateway.url}/v1/chat/completions", json=body, timeout=60)
     assert answer.status_code == 200, answer.text
-    assert answer.headers[hints.HEADER] == "reasoning_effort, chat_template_kwargs.thinking"
+    assert answer.headers[hints.HEADER] == "reasoning_effort, chat_template_kwargs.reflection"
     body = {"model": name, "input": "Hello!", "reasoning": {"effort": "low"}, "stream": streams}
     answer = httpx.post(f"{gateway.url}/v1/responses", json=body, timeout=60)
     assert (answer.status_code, answer.headers[hints.HEADER]) == (200, "reasoning.effort")

@@ -52,7 +52,7 @@ def server(
         "writes": {},
         "unparsed": {"response_template": "none"},
         "processed": {"config": DECOUPLED},
-        "free": {},
+        "free": {"generation_defaults": json.dumps({"thinking_budget": 0})},
     }
     for name, settings in folders.items():
         folder = make_folder(repository, name, **shared, **settings)
@@ -207,6 +207,55 @@ def test_a_required_call_is_made(server: TritonServer, is_parallel: bool) -> Non
         check_arguments(call["function"]["arguments"])
     assert is_parallel or len(whole["tool_calls"]) == 1
     assert without_ids(joined(deltas(server, None, "free_stream", **fields))) == without_ids(whole)
+
+
+SCHEMA = {"type": "json_schema", "json_schema": {"schema": TOOLS[0]["function"]["parameters"]}}
+
+
+@pytest.mark.parametrize("budget", [0, 1, 9])
+@pytest.mark.parametrize("choice", [None, "required", {"type": "function", "function": {"name": "weather"}}])
+def test_an_answer_follows_thinking_of_a_budget(server: TritonServer, budget: int, choice: object) -> None:
+    fields = {"response_format": SCHEMA} if choice is None else {"tools": TOOLS, "tool_choice": choice}
+    whole = message(server, None, "free", thinking_budget=budget, **fields)
+    assert ("reasoning_content" in whole) == (budget > 0)
+    pieces = deltas(server, None, "free_stream", thinking_budget=budget, **fields)
+    assert without_ids(joined(pieces)) == without_ids(whole)
+    check_arguments(whole["content"] if choice is None else whole["tool_calls"][0]["function"]["arguments"])
+    tools = {} if choice is None else {"tools": TOOLS}
+    free = message(server, None, "free", thinking_budget=400, max_new_tokens=budget or 1, **tools)
+    assert budget == 0 or free["reasoning_content"] == whole["reasoning_content"]
+
+
+ANSWER = '{"city": "Köln", "days": 2}'
+
+
+@pytest.mark.parametrize(
+    ("fields", "message_of"),
+    [
+        ({"response_format": SCHEMA}, {"content": ANSWER, "reasoning_content": "Hm, {so}."}),
+        ({"guided_choice": [ANSWER, "no"]}, {"content": ANSWER, "reasoning_content": "Hm, {so}."}),
+        ({"guided_choice": ["no"], "max_new_tokens": 4}, {"content": None, "reasoning_content": "Hm,"}),
+        ({"response_format": SCHEMA, "stop_strings": ["so}"]}, {"content": None, "reasoning_content": "Hm, {"}),
+        (
+            {"response_format": SCHEMA, "stop_strings": ["days"]},
+            {"content": ANSWER[:18], "reasoning_content": "Hm, {so}."},
+        ),
+    ],
+)
+def test_a_schema_leaves_thinking_as_the_model_writes_it(
+    server: TritonServer, fields: dict[str, object], message_of: dict[str, Any]
+) -> None:
+    text = f"Hm, {{so}}.\n</think>\n\n{ANSWER}"
+    answer = message(server, text, **fields)
+    assert answer == {"role": "assistant", **message_of}
+    assert joined(deltas(server, text, "writes_stream", **fields)) == answer
+
+
+@pytest.mark.parametrize("name", ["reasoning_effort", "chat_template_kwargs"])
+def test_without_thinking_the_answer_comes_at_once(server: TritonServer, name: str) -> None:
+    value: object = "none" if name == "reasoning_effort" else {"enable_thinking": False}
+    fields = {"response_format": SCHEMA, "thinking_budget": 100, name: value}
+    assert message(server, ANSWER, **fields) == {"role": "assistant", "content": ANSWER}
 
 
 ODD = [{"type": "function", "function": {"name": "odd", "parameters": {"properties": {"x": {"type": "no type"}}}}}]

@@ -230,6 +230,33 @@ def test_template_arguments_reach_the_template() -> None:
     assert off == render(REASONING, HI) + "<think>\n\n</think>\n\n"
 
 
+GRANITE = "{{ messages[0].content }}{% if thinking %} Think.{% endif %}"
+BOTH = "{{ enable_thinking }} {{ reasoning_effort }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "options", "text"),
+    [
+        (REASONING, {"reasoning_effort": "none"}, "<think>\n\n</think>\n\n"),
+        (REASONING, {"chat_template_kwargs": {"thinking": False}}, "<think>\n\n</think>\n\n"),
+        (REASONING, {"reasoning_effort": "low"}, "assistant\n"),
+        (REASONING, {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, "assistant\n"),
+        (GRANITE, {"chat_template_kwargs": {"enable_thinking": True}}, "hi Think."),
+        (GRANITE, {"chat_template_kwargs": {"thinking": True, "enable_thinking": False}}, "hi Think."),
+        (GRANITE, {"reasoning_effort": "none"}, "hi"),
+        (BOTH, {"reasoning_effort": "none"}, "False none"),
+        (BOTH, {"reasoning_effort": "high"}, " high"),
+    ],
+)
+def test_thinking_is_switched_by_the_variable_that_the_template_reads(
+    template: str, options: dict[str, Any], text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        assert render(template, HI, **options).endswith(text)
+    unread = {f"passed over: {name}, which the chat template does not read" for name in ("reasoning_effort",)}
+    assert set(caplog.messages) <= unread
+
+
 def test_a_text_reaches_a_template_that_reads_parts_alone() -> None:
     system = {"role": "system", "content": [{"type": "text", "text": "Be"}, {"type": "text", "text": "kind"}]}
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}

@@ -12,6 +12,7 @@ from hf_triton.errors import RequestError
 from hf_triton.protocol.dialects import ALIASES, GUIDES, NO_EFFECT
 from hf_triton.protocol.parameters import (
     GREEDY_BELOW,
+    MAX_NEW_TOKENS,
     NEUTRAL_VALUES,
     GenerationParameters,
     parse_parameters,
@@ -46,6 +47,7 @@ BORDERS: dict[str, tuple[list[object], list[object]]] = {
     "typical_p": ([1e-9, 1.0], [0, 1.01, float("nan"), "1"]),
     "presence_penalty": ([-2, 0, 2.0], [-2.01, 2.01, float("nan"), "1"]),
     "frequency_penalty": ([-2, 0, 2.0], [-2.01, 2.01, float("inf"), "1"]),
+    "thinking_budget": ([0, 1, MAX_NEW_TOKENS], [-1, MAX_NEW_TOKENS + 1, 1.0, "1", True]),
     "no_repeat_ngram_size": ([0, 1, 128], [-1, 129, 1.0, "1", True]),
     "response_format": (
         [

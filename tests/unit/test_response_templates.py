@@ -127,6 +127,63 @@ EXAMPLES: list[tuple[str, str, str, str | None, str | None, list[str]]] = [
 ]
 
 
+IM, R1, GLM = "<|im_start|>assistant\n", "<｜Assistant｜>", "<|assistant|>"
+# template, prompt, and whether its block is open; None: it is closed, or there is none
+BLOCKS: list[tuple[str, str, bool | None]] = [
+    ("qwen3", IM, False),
+    ("qwen3", f"{IM}<think>\n", True),
+    ("qwen3", f"{IM}<think>\n\n</think>\n\n", None),
+    ("qwen3", f"<|im_start|>user\nWhat is </think>?{IM}", False),
+    ("qwen3", f"{IM}<think>so</think>Yes<|im_end|>\n{IM}<think>\n", True),
+    ("qwen3", f"{IM}<think>\nI thought", True),
+    ("qwen3", f"{IM}The answer is", None),
+    ("qwen3-coder", IM, False),
+    ("glm-4.5", f"{GLM}<think>", True),
+    ("glm-4.5", f"{GLM}\n<think></think>", None),
+    ("deepseek-r1", f"{R1}<think>\n", True),
+    ("deepseek-r1", f"{R1}</think>", None),
+    ("deepseek-r1", R1, False),
+    ("think", "<user>Hi\n<think>\n", True),
+    ("think", "<user>Hi\n<think>\n\n</think>\n\n", None),
+    ("think", "<user>Hi\n", False),
+    ("mistral-args", "[INST]Hi[/INST]", False),
+    ("mistral-args", "[INST]Hi[/INST][THINK]", True),
+    ("gpt-oss", "<|start|>assistant", None),
+    ("hermes", IM, None),
+    ("llama3", "<|start_header_id|>assistant<|end_header_id|>\n\n", None),
+    ("mistral", "[INST]Hi[/INST]", None),
+]
+
+
+@pytest.mark.parametrize(("name", "prompt", "is_open"), BLOCKS)
+def test_the_end_of_a_prompt_tells_what_a_completion_begins_with(name: str, prompt: str, is_open: bool | None) -> None:
+    thinking = MessageFormat(shipped_template(name), {}).thinking(prompt)
+    assert (None if thinking is None else thinking.is_open) == is_open
+    assert {block[0] for block in BLOCKS} == set(shipped_names())
+
+
+def test_a_constrained_reader_sees_the_tags_that_are_special_tokens() -> None:
+    messages = MessageFormat(shipped_template("mistral-args"), {5: "[THINK]", 6: "[/THINK]", 7: "[TOOL_CALLS]"})
+    plan = messages.plan(None, "", is_constrained=True, thinking=messages.thinking("[/INST]"))
+    assert plan.markers == {5: "[THINK]", 6: "[/THINK]"}
+    assert message(plan.build_reader(), "[THINK]Hm[/THINK]\n[TOOL_CALLS]") == wanted("[TOOL_CALLS]", "Hm", [])
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"open_pattern": "<think>", "close": "</think>"},
+        {"open": "<think>", "close": ["</think>", "<end>"]},
+        {"open": "<think>", "close_pattern": "</think>"},
+        {"open": "|", "close": "|"},
+        {"open": "<" * 100, "close": ">" * 100},
+    ],
+)
+def test_tags_that_are_not_two_strings_are_none(field: dict[str, Any]) -> None:
+    spec = {**shipped_template("think"), "fields": {"reasoning_content": field, "content": {"content": "text"}}}
+    assert MessageFormat(spec, {}).thinking("<user>Hi\n<think>\n") is None
+
+
 def reader_of(template: Any, prompt: str = "", **options: Any) -> MessageReader:
     chat = parse_chat(json.dumps([{"role": "user", "content": "x"}]), {"tools": TOOLS, **options}, 10_000)
     return MessageFormat(template, {}).plan(chat, prompt, is_constrained=False).build_reader()

@@ -21,6 +21,7 @@ from typing import Any, Final
 
 from hf_triton.errors import RequestError, SettingsError, clip
 from hf_triton.protocol.chat import MESSAGES, RESERVED, Chat
+from hf_triton.protocol.thinking import SWITCHES, switched, unread
 
 MAX_TEMPLATE_ERROR: Final = 300  # characters of a template's own error message
 MAX_LOGGED: Final = 100  # names of variables
@@ -130,8 +131,10 @@ class ChatTemplate:
         if chat.tools is not None and chat.forced_call is None and "tools" not in names:
             raise RequestError("invalid_parameter", "this model's chat template does not support tools: leave them out")
         settable = self._settable(names)
-        self._log_unread(name for name in chat.template_kwargs if name not in settable)
-        return {name: value for name, value in chat.template_kwargs.items() if name in settable}
+        self._log_unread(unread(chat.template_kwargs, settable))
+        thinks = switched(chat.template_kwargs)
+        given = chat.template_kwargs if thinks is None else {**dict.fromkeys(SWITCHES, thinks), **chat.template_kwargs}
+        return {name: value for name, value in given.items() if name in settable}
 
     def _log_unread(self, names: Iterable[str]) -> None:
         """Log the first request of each variable that the template does not read; clients choose the names."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from hf_triton.protocol.custom_tools import CUSTOM, INPUT, input_of
+from hf_triton.protocol.thinking import Thinking
 
 ALPHANUMERIC: Final = string.ascii_letters + string.digits
 
@@ -83,6 +84,79 @@ class MessageReader:
         call_id = new_call_id(is_short=self._has_short_ids)
         self._calls.append({"index": self._num_calls, "id": call_id, "type": kind, kind: tool})
         self._num_calls += 1
+
+
+class ThinkingReader(MessageReader):
+    """Reads thinking as reasoning, and what follows by another reader.
+
+    Args:
+        build_answer: Makes the reader of what follows.
+        thinking: The tags, and whether the prompt opens the block.
+    """
+
+    def __init__(self, build_answer: Callable[[], MessageReader], thinking: Thinking) -> None:
+        super().__init__()
+        self._answer = build_answer()
+        self._thinking = thinking
+        self._tag: str | None = thinking.closing if thinking.is_open else thinking.opening  # None: the answer has begun
+        self._unread = ""
+        self._has_begun = False  # the thought, or the answer behind it
+
+    def feed(self, text: str) -> None:
+        """Read a piece of the completion."""
+        text, self._unread = self._unread + text, ""
+        if self._tag == self._thinking.opening:
+            self._read_start(text)
+            return
+        if not self._has_begun:
+            text = text.lstrip()
+        if self._tag is not None:
+            self._read_thought(text)
+        elif text:
+            self._has_begun = True
+            self._answer.feed(text)
+
+    def finish(self) -> None:
+        """Read what was held back; the completion has ended."""
+        if self._tag == self._thinking.closing:
+            self._reasoning += self._unread.rstrip()
+        else:
+            self._answer.feed(self._unread)
+        self._unread = ""
+        self._answer.finish()
+
+    def take(self) -> dict[str, Any]:
+        """What was read since the last call, as the delta of a stream."""
+        return super().take() | self._answer.take()
+
+    def _read_start(self, text: str) -> None:
+        opening, begun = self._thinking.opening, text.lstrip()
+        if begun.startswith(opening):
+            self._tag = self._thinking.closing
+            self.feed(begun[len(opening) :])
+        elif opening.startswith(begun):
+            self._unread = text
+        else:
+            self._tag, self._has_begun = None, True
+            self.feed(text)
+
+    def _read_thought(self, text: str) -> None:
+        closing = self._thinking.closing
+        thought, tag, rest = text.partition(closing)
+        thought = thought if tag else _without_start_of(closing, thought)
+        self._reasoning += thought.rstrip()
+        self._has_begun |= bool(thought.rstrip())
+        if tag:
+            self._tag, self._has_begun = None, False
+            self.feed(rest)
+        else:
+            self._unread = text[len(thought.rstrip()) :]
+
+
+def _without_start_of(tag: str, text: str) -> str:
+    """A text without what may become a tag at its end."""
+    num = next(num for num in range(len(tag) - 1, -1, -1) if text.endswith(tag[:num]))
+    return text[: len(text) - num]
 
 
 class NamedCallReader(MessageReader):

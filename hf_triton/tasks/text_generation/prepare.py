@@ -14,6 +14,7 @@ from hf_triton.protocol.chat import Chat
 from hf_triton.protocol.parameters import GenerationParameters
 from hf_triton.protocol.prompts import PROMPT_TOKEN_IDS, Prompt, prompt_name
 from hf_triton.protocol.requests import GenerationRequest
+from hf_triton.protocol.thinking import Thinking, switched
 from hf_triton.protocol.tool_choice import ForcedCall
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.types import Constraint
@@ -61,6 +62,8 @@ class PreparedPrompt:
     """The tool call that the grammar stands for."""
     message_plan: MessagePlan | None = None
     """How its completions become messages; None: the request does not ask for them."""
+    thinking: Thinking | None = None
+    """What its completions may begin with, if anything is asked of it."""
     constraint: Callable[[], Constraint] | None = None
     """Makes the constraint of one completion; None: no grammar, or it is not compiled yet."""
 
@@ -99,7 +102,9 @@ class PromptPreparer:
         self._defaults = defaults
         self._text_to_text = text_to_text
         self._encode_bad_words = lru_cache(NUM_BAD_WORDS_KEPT)(codec.encode_bad_words)
-        self._is_slow_by_default = bool(defaults.first("bad_words") or defaults.first("lora_name"))
+        self._is_slow_by_default = bool(
+            defaults.first("bad_words") or defaults.first("lora_name") or defaults.first("thinking_budget") is not None
+        )
         self._has_grammar = next((layer.is_constrained for layer in defaults.layers if layer.gives_grammar), False)
         self.fills_json = text_to_text is not None
         """Whether responses have the output `output` by default."""
@@ -118,6 +123,7 @@ class PromptPreparer:
             and not others
             and len(prompt) <= MAX_INLINE_CHARACTERS
             and not (self._is_slow_by_default or parameters.bad_words or parameters.lora_name)
+            and parameters.thinking_budget is None
             and not (parameters.is_constrained if parameters.gives_grammar else self._has_grammar)
             and self.codec.is_fast
             and not self.hooks.overrides("build_prompt")
@@ -157,9 +163,11 @@ class PromptPreparer:
         forced_call = None if chat is None else chat.forced_call
         if forced_call is not None:
             asked = replace(asked, grammar=forced_call.grammar, stop_strings=parameters.stop_strings or ())
+        thinking = self._thinking(chat, asked, model_text, ids)
         plan = None
         if options.return_message:
-            plan = self._messages.plan(chat, model_text or "", is_constrained=asked.grammar is not None)
+            is_constrained = asked.grammar is not None
+            plan = self._messages.plan(chat, model_text or "", is_constrained=is_constrained, thinking=thinking)
         parameters = without_beams(parameters, beam_obstacle(asked, forced_call, options, streams=streams))
         params = self._sampling_params(asked, len(ids), prompt_name(source, row), parameters)
         if streams and params.num_sequences > params.num_return_sequences:
@@ -179,7 +187,23 @@ class PromptPreparer:
         elif text is None:
             text = self.codec.decode(ids)
         preceding_ids = [] if self._defaults.is_encoder_decoder else ids
-        return PreparedPrompt(asked, ids, params, preceding_ids, text, adapter, forced_call, plan)
+        if params.num_beams > 1:
+            thinking = None
+        return PreparedPrompt(asked, ids, params, preceding_ids, text, adapter, forced_call, plan, thinking)
+
+    def _thinking(
+        self, chat: Chat | None, asked: TaskParams, model_text: str | None, ids: list[int]
+    ) -> Thinking | None:
+        """The thinking of a prompt's completions, if anything is asked of it: a budget, or an answer by a grammar."""
+        is_off = chat is not None and switched(chat.template_kwargs) is False
+        budget = 0 if is_off else asked.thinking_budget
+        if budget is None and (chat is None or asked.grammar is None):
+            return None
+        prompt = self.codec.decode(ids, keeps_special_tokens=True) if model_text is None else model_text
+        thinking = self._messages.thinking(prompt)
+        if thinking is None or (is_off and not thinking.is_open):
+            return None
+        return replace(thinking, budget=budget)
 
     def describe_tokens(self, prompt: PreparedPrompt) -> dict[str, Any]:
         """A prompt's tokens, in the names of vLLM's `/tokenize`."""
@@ -227,23 +251,29 @@ class PromptPreparer:
         return max(defaults.context_length - (0 if defaults.is_encoder_decoder else num_new), 1)
 
     def has_cold_grammar(self, prompt: PreparedPrompt) -> bool:
-        """Whether the prompt's grammar takes long to compile: half a second for some."""
+        """Whether the prompt's grammar or tags take long to compile: half a second for some."""
+        if prompt.thinking is not None and not self._grammars.knows_tags(prompt.thinking):
+            return True
         return prompt.asked.grammar is not None and not self._grammars.knows(prompt.asked.grammar)
 
     def compile_grammar(self, prompt: PreparedPrompt) -> PreparedPrompt:
-        """A prompt with the constraint of its grammar, if it has one.
+        """A prompt with the constraint of its grammar and its thinking, if it has any.
 
         Raises:
             RequestError: It is not a grammar that can be followed.
         """
-        if prompt.asked.grammar is None:
-            return prompt
+        params, answer = prompt.params, None
+        constraint: Callable[[], Constraint] | None
         try:
-            params, constraint = self._grammars.compile(prompt.asked.grammar, prompt.params)
+            if prompt.asked.grammar is not None:
+                params, answer = self._grammars.compile(prompt.asked.grammar, params)
         except RequestError:
             for grammar in prompt.forced_call.tool_grammars if prompt.forced_call else ():
                 self._grammars.compile(grammar, prompt.params)  # to name the tool that is wrong
             raise
+        constraint = answer
+        if prompt.thinking is not None:
+            constraint = self._grammars.behind_thinking(prompt.thinking, params, answer) or answer
         return replace(prompt, params=params, constraint=constraint)
 
     def prepare_default(self) -> PreparedPrompt:

@@ -147,7 +147,7 @@ class GenerationResponse(SequenceListener):
         return self._codec.stream(before, stops, includes_stop=has_stop)
 
     def _has_stopping_rule(self, prompt: PreparedPrompt) -> bool:
-        return prompt.constraint is None and self._hooks.overrides("is_complete")
+        return prompt.asked.grammar is None and self._hooks.overrides("is_complete")
 
     def logits_processor(self) -> LogitsProcessor | None:
         """The folder's own for one sequence. If it fails, the request is refused, and the engine continues."""

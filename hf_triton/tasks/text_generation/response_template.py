@@ -18,11 +18,13 @@ from typing import Any, Final
 
 from hf_triton.errors import SettingsError, where
 from hf_triton.protocol.chat import Chat
+from hf_triton.protocol.thinking import Thinking
 from hf_triton.protocol.validation import suggest
 from hf_triton.tasks.text_generation.message import (
     MessagePlan,
     NamedCallReader,
     RequiredCallReader,
+    ThinkingReader,
 )
 from hf_triton.tasks.text_generation.response_parser import MAX_SEARCH_S, REASONING, TOOL_CALLS, TemplateReader
 
@@ -32,6 +34,8 @@ FOLDER: Final = Path(__file__).parent / "response_templates"
 NONE: Final = "none"
 """The setting that switches parsing off."""
 MAX_TEMPLATE_BYTES: Final = 1_000_000
+MAX_TAGS: Final = 128
+"""Characters of the tags around thinking."""
 Spec = Mapping[str, Any]
 
 
@@ -57,15 +61,44 @@ class MessageFormat:
             self._without_tools = _Template({**spec, "fields": fields} if fields else None, special_tokens)
         self.reasons = spec is not None and not REASONING.isdisjoint(spec["fields"])
         """Whether messages may have reasoning."""
+        self._tags = None if spec is None else _tags_of(spec)
 
-    def plan(self, chat: Chat | None, prompt: str, *, is_constrained: bool) -> MessagePlan:
+    def thinking(self, prompt: str) -> Thinking | None:
+        """The tags of the thinking that completions of a prompt may begin with.
+
+        Args:
+            prompt: Its text, a chat rendered.
+
+        Returns:
+            None: the messages have none, its tags are patterns, or the prompt holds the whole block or the answer's
+            beginning.
+        """
+        if self._tags is None:
+            return None
+        opening, closing = self._tags
+        message = self._with_tools.end_of(prompt)
+        if message.rfind(opening) > message.rfind(closing):
+            return Thinking(opening, closing, is_open=True)
+        if message.strip() or prompt.rstrip().endswith(closing):
+            return None
+        return Thinking(opening, closing, is_open=False)
+
+    def plan(
+        self, chat: Chat | None, prompt: str, *, is_constrained: bool, thinking: Thinking | None = None
+    ) -> MessagePlan:
         """How the completions of a prompt are read.
 
         Args:
             chat: The chat that is the prompt, if it is one.
             prompt: Its text, the chat rendered.
             is_constrained: Whether the request or the folder constrains the output, which is content then.
+            thinking: What a constrained output may begin with.
         """
+        if is_constrained and thinking is not None:
+            build_answer = self.plan(chat, prompt, is_constrained=True).build_reader
+            tags = {thinking.opening, thinking.closing}
+            markers = {token_id: text for token_id, text in self._special_tokens.items() if text in tags}
+            return MessagePlan(partial(ThinkingReader, build_answer, thinking), markers)
         options = {"has_short_ids": self._has_short_ids, "custom_names": chat.custom_names if chat else frozenset()}
         if chat is not None and (call := chat.forced_call) is not None:
             if call.name is not None:
@@ -106,6 +139,15 @@ class _Template:
             logger.warning("the response template fails for the end of a prompt, which it ignores: %s", where(error))
             return ""
         return "" if end is None else prompt[end:]
+
+
+def _tags_of(spec: Spec) -> tuple[str, str] | None:
+    """The tags around reasoning; None: there is none, or patterns or several tags delimit it."""
+    field: Mapping[str, Any] = next((field for name, field in spec["fields"].items() if name in REASONING), {})
+    opening, closing = field.get("open"), field.get("close")
+    if not isinstance(opening, str) or not isinstance(closing, str) or opening == closing:
+        return None
+    return (opening, closing) if min(len(opening), len(closing)) > 0 and len(opening + closing) <= MAX_TAGS else None
 
 
 class _TimedPattern:

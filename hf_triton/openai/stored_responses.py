@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`/v1/responses/{id}`: responses that are kept, see `response_store`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request
+
+from hf_triton.openai.errors import RESPONSES, ApiError
+from hf_triton.openai.gateway import Gateway, gateway_of
+from hf_triton.openai.response_store import ResponseStore
+from hf_triton.openai.security import key_of
+
+router = APIRouter()
+MAX_ITEMS = 100
+
+
+@router.get("/v1/responses/{response_id}", responses=RESPONSES)
+async def retrieve_response(response_id: str, request: Request) -> dict[str, Any]:
+    """A response as it ended."""
+    return dict(_store(request).get(response_id, key_of(request.scope)).response)
+
+
+@router.delete("/v1/responses/{response_id}", responses=RESPONSES)
+async def delete_response(response_id: str, request: Request) -> dict[str, Any]:
+    """Forget a response; those that go on behind it stay."""
+    _store(request).delete(response_id, key_of(request.scope))
+    return {"id": response_id, "object": "response", "deleted": True}
+
+
+@router.get("/v1/responses/{response_id}/input_items", responses=RESPONSES)
+async def list_input_items(
+    response_id: str,
+    request: Request,
+    limit: Annotated[int, Query(ge=1, le=MAX_ITEMS)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+    after: str | None = None,
+) -> dict[str, Any]:
+    """The items of a response's own input."""
+    stored = _store(request).get(response_id, key_of(request.scope))
+    items = [{"type": "message", "id": f"item_{index}", **item} for index, item in enumerate(stored.input)]
+    if order == "desc":
+        items.reverse()
+    if after is not None:
+        names = [item["id"] for item in items]
+        items = items[names.index(after) + 1 :] if after in names else []
+    page = items[:limit]
+    first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": first,
+        "last_id": last,
+        "has_more": len(items) > len(page),
+    }
+
+
+def _store(request: Request) -> ResponseStore:
+    return store_of(gateway_of(request))
+
+
+def store_of(gateway: Gateway, param: str = "response_id") -> ResponseStore:
+    """What keeps responses.
+
+    Raises:
+        ApiError: Nothing does.
+    """
+    if not gateway.stored.keeps_any:
+        raise ApiError(
+            400,
+            f"{param} is for stored responses, and this server keeps none: it runs with --max-stored-responses 0, or "
+            "with several workers",
+            param=param,
+            code="unsupported_parameter",
+        )
+    return gateway.stored
