@@ -96,6 +96,7 @@ TaskName = Literal[
     "feature-extraction",
     "sparse-embeddings",
     "tokenization",
+    "image-classification",
     "summarization",
     "translation",
     "text2text-generation",
@@ -218,7 +219,8 @@ class ModelSettings(BaseModel):
 
     max_prompt_bytes: Count | None = None
     """Maximum size of one prompt in UTF-8 bytes, checked before tokenization, which takes seconds for a megabyte. By
-    default 16 times the context length; for encoders at least 262144, as they cut texts or read them in windows."""
+    default 16 times the context length; for encoders at least 262144, as they cut texts or read them in windows. Of
+    models that read images, the maximum size of one image as it is sent; by default 32 MiB."""
 
     engine: Annotated[Literal["auto", "continuous", "batch"], FormerValue("rolling", "continuous")] = "auto"
     """Engine that generates. `continuous` is continuous batching: sequences join and leave the running batch at any
@@ -284,7 +286,8 @@ class ModelSettings(BaseModel):
     `modules.json` says; a checkpoint without one needs this setting."""
 
     normalize: bool | None = None
-    """Whether `embeddings` have length 1. By default as the checkpoint's `modules.json` says, and true without one."""
+    """Whether `embeddings` have length 1. By default as the checkpoint's `modules.json` says, and true without one; of
+    models with vectors of images, false."""
 
     truncate: bool = False
     """Default of the request parameter `truncate`: whether a text that is longer than the model's context is cut at its
@@ -293,6 +296,10 @@ class ModelSettings(BaseModel):
     max_batch_tokens: Annotated[int, annotated_types.Ge(16), annotated_types.Le(2**31 - 1)] | None = None
     """Maximum number of tokens of one forward pass of an encoder; a request that arrives meanwhile waits for one pass.
     By default 1024 on a CPU and 16384 on a GPU."""
+
+    max_image_pixels: Count = 1 << 25
+    """Maximum width times height of one image, for `image-classification` and image `embeddings`, checked before it is
+    decoded: a small file may hold a huge image."""
 
     exclude_input_in_output: bool = False
     """Default of the request parameter `exclude_input_in_output`: whether `text_output` leaves out the prompt."""

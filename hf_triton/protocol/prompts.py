@@ -64,6 +64,12 @@ def decode_texts(name: str, array: Array, limits: Limits, noun: str = "text") ->
     Raises:
         RequestError: There are no elements or too many, or one is too long or not UTF-8; the message names its row.
     """
+    elements = enumerate(read_elements(name, array, limits, noun))
+    return [decode_string(f"{name} row {row}", element, "invalid_input") for row, element in elements]
+
+
+def read_elements(name: str, array: Array, limits: Limits, noun: str = "file") -> list[bytes]:
+    """Read a BYTES tensor as it is; arguments and errors as `decode_texts` has them."""
     if array.size == 0:
         raise RequestError("invalid_input", f"{name} holds no {noun}, its shape is {list(array.shape)}")
     if array.dtype != np.object_:
@@ -74,10 +80,10 @@ def decode_texts(name: str, array: Array, limits: Limits, noun: str = "text") ->
             f"{name} holds {array.size} {noun}s, more than the {limits.max_prompts} that are accepted (setting "
             "max_prompts): send several requests",
         )
-    elements = array.ravel()
+    elements: list[bytes] = array.ravel().tolist()
     for row, element in enumerate(elements):
         check_size(len(element), limits, f"{name} row {row}")
-    return [decode_string(f"{name} row {row}", element, "invalid_input") for row, element in enumerate(elements)]
+    return elements
 
 
 def decode_chat(value: object, options: Mapping[str, object], limits: Limits) -> Chat:

@@ -32,6 +32,8 @@ class TextInput:
     aliases: tuple[str, ...] = ()
     """Names under which other servers' clients send it."""
     is_optional: bool = False
+    is_file: bool = False
+    """Whether an element is the bytes of a file, or base64 of them, and no text."""
 
 
 MLSERVER_TASKS: Final = (
@@ -43,6 +45,7 @@ MAX_FILLS: Final = 1000
 """Tokens that fill-mask lists for a mask at most."""
 TEXT: Final = "text"
 PAIR: Final = "text_pair"
+IMAGE: Final = "image"
 TEXTS: Final = TextInput(TEXT, "the texts", TEXT_ALIASES)
 TOKEN_IDS: Final = "token_ids"
 TOKEN_TEXTS: Final = TextInput(
@@ -50,6 +53,7 @@ TOKEN_TEXTS: Final = TextInput(
     "instead of `text`, the token ids of each text, special tokens included: a string with a JSON array",
     is_optional=True,
 )
+IMAGES: Final = TextInput(IMAGE, "the images: PNG, JPEG, WebP or GIF, or base64 of them", ("images",), is_file=True)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from hf_triton.errors import HfTritonError, RequestError, clip
-from hf_triton.protocol.prompts import PROMPT_ALIASES, Limits, decode_texts
+from hf_triton.protocol.prompts import PROMPT_ALIASES, Limits, decode_texts, read_elements
 from hf_triton.protocol.request_values import given_name, merge_values, one_value
 from hf_triton.protocol.requests import PARAMETER_NAMES
 from hf_triton.protocol.task_declaration import (
@@ -28,8 +28,8 @@ from hf_triton.protocol.token_rows import TokenRow, pad_rows, read_token_rows
 from hf_triton.protocol.validation import suggest, validated, value_type
 
 Options = TypeVar("Options", bound=TaskOptions)
-Row = Mapping[str, str]
-"""The texts of one row, by the input's own name."""
+Row = Mapping[str, Any]
+"""The texts of one row, by the input's own name; `bytes` of an input of files."""
 
 
 @dataclass(frozen=True)
@@ -87,14 +87,14 @@ def read_task_request(
         _check_no_text(declaration, given, next(iter(tokens)))
         token_rows = read_token_rows(tokens, limits)
         return TaskRequest(token_rows, asked, (len(token_rows),))
-    texts: dict[str, list[str]] = {}
+    texts: dict[str, list[Any]] = {}
     shape: tuple[int, ...] = (1,)
     is_from_mlserver = False
     for text in declaration.texts:
         found = given_name((text.name, *text.aliases), given)
         if found is not None:
             array = _as_array(found, given[found])
-            texts[text.name] = decode_texts(found, array, limits)
+            texts[text.name] = (read_elements if text.is_file else decode_texts)(found, array, limits)
             shape = max(shape, array.shape, key=lambda dims: int(np.prod(dims)))
             is_from_mlserver |= found in PROMPT_ALIASES and declaration.name in MLSERVER_TASKS
     _check_texts(declaration, texts)

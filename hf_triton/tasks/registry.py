@@ -27,11 +27,13 @@ ENCODER_TASKS: Final[dict[str, str]] = {
     "feature-extraction": "FeatureExtraction",
     "sparse-embeddings": "SparseEmbeddings",
     "tokenization": "Tokenization",
+    "image-classification": "ImageClassification",
 }
 """Each is a class in the module of its own name, with underscores."""
 
 
 VARIANTS: Final[dict[tuple[str, str], str]] = {
+    ("embeddings", "image"): "ImageEmbeddings",
     ("rerank", "generative"): "GenerativeRerank",
     ("rerank", "pooled"): "PooledRerank",
     ("sparse-embeddings", "lexical"): "LexicalSparseEmbeddings",
