@@ -112,6 +112,7 @@ DEFAULT_MODELS: Final[Mapping[TaskName, tuple[str, str]]] = {
     "token-classification": ("dbmdz/bert-large-cased-finetuned-conll03-english", "4c53496"),
     "fill-mask": ("distilbert/distilroberta-base", "fb53ab8"),
     "zero-shot-classification": ("facebook/bart-large-mnli", "d7645e1"),
+    "image-classification": ("google/vit-base-patch16-224", "3f49326"),
     # Tasks of transformers 4 alone:
     "question-answering": ("distilbert/distilbert-base-cased-distilled-squad", "564e9b5"),
     "summarization": ("sshleifer/distilbart-cnn-12-6", "a4f8f3e"),

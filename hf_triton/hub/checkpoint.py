@@ -85,7 +85,8 @@ class Checkpoint:
     model: Any
     """In eval mode, on its device."""
     context_length: int
-    """Maximum tokens of a prompt and its completion together; of an encoder, of a text with its special tokens."""
+    """Maximum tokens of a prompt and its completion together; of an encoder, of a text with its special tokens; 0: it
+    reads no text."""
     folder: Path = Path()
     """Its files."""
     image_processor: Any = None
@@ -180,7 +181,9 @@ def _load(
         model = _load_graph(folder, config, settings, placement, auto_class)
     model.eval()
     length = context_length(config, settings.max_context_length)
-    if auto_class is not None and tokenizer is not None:
+    if tokenizer is None:
+        length = 0
+    elif auto_class is not None:
         length = min(length, max_positions(model) or length, tokenizer.model_max_length)
     with loading("generation_config.json", settings, folder):
         stop_strings = () if auto_class else _take_stop_strings(model)

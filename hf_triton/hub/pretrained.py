@@ -153,9 +153,8 @@ def load_image_processor(folder: Path, settings: ModelSettings) -> Any:
     from transformers import AutoImageProcessor
 
     with loading("preprocessor_config.json", settings, folder):
-        return AutoImageProcessor.from_pretrained(
-            folder, backend="pil", trust_remote_code=settings.trust_remote_code, local_files_only=True
-        )
+        load: Any = AutoImageProcessor.from_pretrained
+        return load(folder, backend="pil", trust_remote_code=settings.trust_remote_code, local_files_only=True)
 
 
 def _read_chat_template(folder: Path) -> str | dict[str, str] | None:

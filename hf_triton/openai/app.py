@@ -13,6 +13,7 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from hf_triton.openai import (
     chat,
+    classify,
     cohere,
     completions,
     embeddings,
@@ -54,6 +55,7 @@ ROUTERS: Final[tuple[APIRouter, ...]] = (
     tokenize.router,
     embeddings.router,
     scores.router,
+    classify.router,
     token_tasks.router,
     tei.router,
     cohere.router,

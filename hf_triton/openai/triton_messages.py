@@ -36,6 +36,7 @@ TOKEN_CLASSIFICATION: Final = "token-classification"
 FILL_MASK: Final = "fill-mask"
 SPARSE: Final = "sparse-embeddings"
 FEATURES: Final = "feature-extraction"
+IMAGE_CLASSIFICATION: Final = "image-classification"
 EMBEDDING: Final = "embedding"
 """The output of a model for embeddings."""
 ENDPOINTS: Final[Mapping[str, str]] = {
@@ -47,6 +48,7 @@ ENDPOINTS: Final[Mapping[str, str]] = {
     FILL_MASK: "/v1/fill-mask",
     SPARSE: "/embed_sparse",
     FEATURES: "/embed_all",
+    IMAGE_CLASSIFICATION: "/v1/classify with images",
 }
 """Where models of each task are asked."""
 TASKS: Final[Mapping[str, str | None]] = {
@@ -100,6 +102,8 @@ class Folder:
             return RERANK
         if self.outputs >= {"label", "score"} and "text" in self.inputs and "candidate_labels" not in self.inputs:
             return CLASSIFICATION
+        if self.outputs >= {"label", "score"} and "image" in self.inputs:
+            return IMAGE_CLASSIFICATION
         generates = PROMPT in self.inputs and not self.outputs.isdisjoint(TEXT_OUTPUTS)
         return TEXT_GENERATION if generates else None
 

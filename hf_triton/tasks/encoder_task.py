@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic
 
 import numpy.typing as npt
 
-from hf_triton.encoder.types import ArrayInput, EncoderInput
+from hf_triton.encoder.types import EncoderInput
 from hf_triton.errors import CheckpointError, RequestError
 from hf_triton.protocol.prompts import Limits, decode_token_ids
 from hf_triton.protocol.task_declaration import TOKEN_IDS, TaskDeclaration
@@ -43,8 +43,8 @@ NUM_WINDOW_TOKENIZERS: Final = 8
 class EncodedRow:
     """The token sequences of one row, and what `decode` needs to know of them."""
 
-    inputs: Sequence[EncoderInput | ArrayInput]
-    """One or more; a long context, or several labels, make several."""
+    inputs: Sequence[Any]
+    """One or more `EncoderInput`s; a long context, or several labels, make several. `ArrayInput`s of an `ImageTask`."""
     context: Any = None
     """The task's own."""
 

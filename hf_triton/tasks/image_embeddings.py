@@ -19,12 +19,15 @@ from hf_triton.protocol.task_declaration import (
     IMAGES,
     TEXT,
     TEXT_ALIASES,
+    TOKEN_IDS,
+    TOKEN_TEXTS,
     TaskDeclaration,
     TaskOutput,
     TextInput,
 )
 from hf_triton.protocol.task_requests import Row, TaskRequest, TaskResult
 from hf_triton.protocol.tensors import Array
+from hf_triton.protocol.token_rows import TokenRow
 from hf_triton.tasks.admission import MIN_ENCODER_BYTES, request_limits
 from hf_triton.tasks.embeddings import VectorOptions, check_dimensions, cut_vector
 from hf_triton.tasks.encoder_task import EncodedRow
@@ -47,6 +50,7 @@ class ImageEmbeddings(ImageTask[VectorOptions]):
         name="embeddings",
         texts=(
             TextInput(TEXT, "the texts", TEXT_ALIASES, is_optional=True),
+            TOKEN_TEXTS,
             dataclasses.replace(IMAGES, meaning=f"instead of `text`, {IMAGES.meaning}", is_optional=True),
         ),
         outputs={"embedding": TaskOutput("TYPE_FP32", "the vector", num_dims=1)},
@@ -75,7 +79,7 @@ class ImageEmbeddings(ImageTask[VectorOptions]):
 
     def examples(self) -> list[ArrayInput]:
         """See `ImageTask`."""
-        return [*super().examples(), self._text("a", truncate=True)]
+        return [*super().examples(), self._padded(self._token_ids("a", truncate=True))]
 
     def read(
         self, inputs: Mapping[str, Array], parameters: Mapping[str, object], limits: Limits
@@ -83,8 +87,8 @@ class ImageEmbeddings(ImageTask[VectorOptions]):
         """See `EncoderTask`."""
         given = [text.name for text in self.declaration.texts if {text.name, *text.aliases} & {*inputs, *parameters}]
         if len(given) != 1:
-            problem = "text and image are both given" if given else "there is no text and no image"
-            raise RequestError("invalid_input", f"{problem}: give one of text, image")
+            problem = f"{' and '.join(given)} are given" if given else "there is no text and no image"
+            raise RequestError("invalid_input", f"{problem}: give one of {TEXT}, {TOKEN_IDS}, {IMAGE}")
         return super().read(inputs, parameters, limits)
 
     def check_options(self, options: VectorOptions) -> None:
@@ -96,7 +100,12 @@ class ImageEmbeddings(ImageTask[VectorOptions]):
         if IMAGE in row:
             return EncodedRow([self.image(row[IMAGE])])
         check_size(len(row[TEXT].encode()), self._text_limits, TEXT)
-        return EncodedRow([self._text(row[TEXT], options.truncate)])
+        return EncodedRow([self._padded(self._token_ids(row[TEXT], options.truncate))])
+
+    def encode_tokens(self, row: TokenRow, options: VectorOptions) -> EncodedRow:
+        """See `EncoderTask`."""
+        inputs = super().encode_tokens(row, options).inputs
+        return EncodedRow([self._padded(each.ids) for each in inputs])
 
     def compute(self, arrays: dict[str, torch.Tensor]) -> torch.Tensor:
         """See `ImageTask`."""
@@ -111,19 +120,19 @@ class ImageEmbeddings(ImageTask[VectorOptions]):
         vector = cut_vector(outputs[0], options.dimensions, normalizes=bool(normalizes))
         return TaskResult(json=vector, tensors={"embedding": vector})
 
-    def _text(self, text: str, truncate: bool | None) -> ArrayInput:
-        """What the model computes of a text, padded at its end.
+    def _padded(self, ids: list[int]) -> ArrayInput:
+        """What the model computes of a text, padded so that the text alone decides by how much.
 
         SigLIP was trained on texts padded to its whole context, and reads the last token of it.
         """
-        ids = self._token_ids(text, truncate)
         if not ids or max(ids) >= self._num_ids:
             raise RequestError("invalid_input", f"the text must have tokens, with ids in 0 to {self._num_ids - 1}")
         length = self.max_length if self._is_siglip else -(-len(ids) // TEXT_MULTIPLE) * TEXT_MULTIPLE
-        padding = min(length, self.max_length) - len(ids)
-        arrays = {"input_ids": np.array([*ids, *[self.tokenizer.pad_token_id or 0] * padding])}
+        num_padding = min(length, self.max_length) - len(ids)
+        padding = (num_padding, 0) if self._is_siglip and self.tokenizer.padding_side == "left" else (0, num_padding)
+        arrays = {"input_ids": np.pad(ids, padding, constant_values=self.tokenizer.pad_token_id or 0)}
         if "attention_mask" in self.tokenizer.model_input_names:
-            arrays["attention_mask"] = np.array([1] * len(ids) + [0] * padding)
+            arrays["attention_mask"] = np.pad(np.ones_like(ids), padding)
         return ArrayInput(arrays, len(ids))
 
     def _token_ids(self, text: str, truncate: bool | None) -> list[int]:
