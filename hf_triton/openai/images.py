@@ -15,7 +15,6 @@ from hf_triton.openai.conversation import parse_at
 from hf_triton.openai.encoders import NUM_TOKENS, EncoderFields, encode, texts_or_tokens
 from hf_triton.openai.errors import ApiError
 from hf_triton.openai.fields import HINT, MAX_TEXTS, Fields, Ignored
-from hf_triton.openai.triton_messages import Outputs
 from hf_triton.protocol.task_declaration import IMAGE, TEXT
 
 Parts = Annotated[list[str | dict[str, Any]], annotated_types.MaxLen(MAX_TEXTS)]
@@ -98,13 +97,21 @@ async def encode_items(
     rows: dict[int, dict[str, Any]] = {}
     num_tokens = 0
     for name, elements in items.items():
-        found: Outputs = await encode(
-            request, body, task, {name: [*elements.values()]}, outputs, parameters=parameters, names={name: "input"}
-        )
+        texts = {name: [*elements.values()]}
+        try:
+            found = await encode(request, body, task, texts, outputs, parameters=parameters, names={name: "input"})
+        except ApiError as error:
+            raise _at_places(error, [*elements]) from None
         num_tokens += sum(found[NUM_TOKENS])
         for index, place in enumerate(elements):
             rows[place] = {output: _row(found[output], index, len(elements)) for output in outputs}
     return [rows[place] for place in sorted(rows)], {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+
+
+def _at_places(error: ApiError, places: Sequence[int]) -> ApiError:
+    """An error that counts rows in the client's list."""
+    sentence = re.sub(r"\brow (\d+)", lambda row: f"row {places[int(row[1])]}", error.message)
+    return ApiError(error.status_code, sentence, type=error.type, param=error.param, code=error.code)
 
 
 def _row(values: list[Any], index: int, num_rows: int) -> list[Any]:
