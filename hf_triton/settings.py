@@ -96,6 +96,7 @@ TaskName = Literal[
     "feature-extraction",
     "sparse-embeddings",
     "tokenization",
+    "image-classification",
     "summarization",
     "translation",
     "text2text-generation",
@@ -112,6 +113,7 @@ DEFAULT_MODELS: Final[Mapping[TaskName, tuple[str, str]]] = {
     "token-classification": ("dbmdz/bert-large-cased-finetuned-conll03-english", "4c53496"),
     "fill-mask": ("distilbert/distilroberta-base", "fb53ab8"),
     "zero-shot-classification": ("facebook/bart-large-mnli", "d7645e1"),
+    "image-classification": ("google/vit-base-patch16-224", "3f49326"),
     # Tasks of transformers 4 alone:
     "question-answering": ("distilbert/distilbert-base-cased-distilled-squad", "564e9b5"),
     "summarization": ("sshleifer/distilbart-cnn-12-6", "a4f8f3e"),
@@ -220,7 +222,8 @@ class ModelSettings(BaseModel):
     max_prompt_bytes: Count | None = None
     """Maximum size of one prompt in UTF-8 bytes, checked before tokenization, which takes seconds for a megabyte. By
     default 16 times the context length; for encoders at least 262144, as they cut texts or read them in windows; for
-    files of audio 67108864."""
+    files of audio 67108864. Of models that read images, the maximum size of one image as it is sent; by default 32
+    MiB."""
 
     engine: Annotated[Literal["auto", "continuous", "batch"], FormerValue("rolling", "continuous")] = "auto"
     """Engine that generates. `continuous` is continuous batching: sequences join and leave the running batch at any
@@ -286,7 +289,8 @@ class ModelSettings(BaseModel):
     `modules.json` says; a checkpoint without one needs this setting."""
 
     normalize: bool | None = None
-    """Whether `embeddings` have length 1. By default as the checkpoint's `modules.json` says, and true without one."""
+    """Whether `embeddings` have length 1. By default as the checkpoint's `modules.json` says, and true without one; of
+    models with vectors of images, false."""
 
     truncate: bool = False
     """Default of the request parameter `truncate`: whether a text that is longer than the model's context is cut at its
@@ -298,6 +302,10 @@ class ModelSettings(BaseModel):
 
     max_audio_seconds: Annotated[float, annotated_types.Gt(0), annotated_types.Le(24 * 3600)] = 3600.0
     """Maximum length of one audio in seconds, for `automatic-speech-recognition`."""
+
+    max_image_pixels: Count = 1 << 25
+    """Maximum width times height of one image, for `image-classification` and image `embeddings`, checked before it is
+    decoded: a small file may hold a huge image."""
 
     exclude_input_in_output: bool = False
     """Default of the request parameter `exclude_input_in_output`: whether `text_output` leaves out the prompt."""

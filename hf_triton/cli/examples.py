@@ -37,6 +37,8 @@ MESSAGES = '[{"role":"user","content":"How can you be"}]'
 PROMPT = '"text_input":"How can you be"'
 CHAT: Final = ("chat/completions", f'"messages":{MESSAGES}')
 COMPLETION: Final = ("completions", '"prompt":"How can you be"')
+PIXEL: Final = "R0lGODlhAQABAIAAAP///wAAACH5BAEAAAAALAAAAAABAAEAAAICRAEAOw=="
+"""An image of one pixel."""
 TakesChats = Callable[[str], bool]
 ENCODERS: Final[Mapping[str, tuple[str, tuple[str, str] | None]]] = {
     "embedding": ('"text":"How far is the harbour?"', ("embeddings", '"input":"How far is the harbour?"')),
@@ -47,6 +49,7 @@ ENCODERS: Final[Mapping[str, tuple[str, tuple[str, str] | None]]] = {
     "question": ('"question":"Who lives here?","context":"Anna lives here."', None),
     "candidate_labels": ('"text":"The harbour is far.","candidate_labels":["places","food"]', None),
     "num_values": ('"text":"How far is the harbour?"', None),
+    "image": (f'"image":"{PIXEL}"', ("classify", f'"input":"data:image/gif;base64,{PIXEL}"')),
     "label": ('"text":"The harbour is beautiful."', ("classify", '"input":"The harbour is beautiful."')),
     "output": ('"text":"Anna lives at the harbour."', None),
 }

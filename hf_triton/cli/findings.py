@@ -116,7 +116,7 @@ class FolderCheck:
                 self._add("stream door", "warning", f"there is no folder {other} beside it, which it streams from")
 
     def _check_model(self, own: Any, settings: ModelSettings, config: Mapping[str, Any]) -> None:
-        from hf_triton.tasks.embeddings import find_modules
+        from hf_triton.tasks.embeddings import Embeddings, find_modules
         from hf_triton.tasks.registry import folder_task
 
         task = folder_task(own.task_class, settings, self._folder)
@@ -133,7 +133,7 @@ class FolderCheck:
         model_config = None
         with self._errors("model"):
             from hf_triton.hub.checkpoint import context_length
-            from hf_triton.hub.pretrained import load_config
+            from hf_triton.hub.pretrained import IMAGE_CLASSIFIER, READ_IMAGES, load_config, load_image_processor
 
             model_config = load_config(checkpoint, settings)
         if model_config is None:
@@ -143,9 +143,14 @@ class FolderCheck:
         with self._errors("device"):
             _check_devices(config)
         self._check_weights(checkpoint, model_config, settings, task, config)
-        if name == "embeddings":
+        if task is not None and issubclass(task, Embeddings):
             with self._errors("modules"):
                 find_modules(checkpoint, settings)
+        if task is not None and task.auto_class in READ_IMAGES:
+            with self._errors("image processor"):
+                self._add("image processor", "ok", type(load_image_processor(checkpoint, settings)).__name__)
+        if task is not None and task.auto_class == IMAGE_CLASSIFIER:
+            return
         with self._errors("tokenizer"):
             self._check_tokenizer(
                 hub.resolve_tokenizer() or checkpoint, settings, renders_chats=name == "text-generation"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import queue
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -18,11 +18,13 @@ import torch
 
 from hf_triton.encoder.forward import EncoderForward, Reduce, build_forward
 from hf_triton.encoder.probe import Way
-from hf_triton.encoder.types import EncoderGroup, EncoderInput, EncoderListener, Job, Outputs
+from hf_triton.encoder.stacked import Compute, StackedForward
+from hf_triton.encoder.types import ArrayInput, EncoderGroup, EncoderInput, EncoderListener, Job, Outputs
 from hf_triton.engine.decoding import DecodingMode
 from hf_triton.engine.types import EngineLoad
 from hf_triton.engine.worker import Worker
 from hf_triton.errors import GenerationError, HfTritonError
+from hf_triton.runner.cpu import accelerate_encoder
 from hf_triton.runner.dtypes import serving_dtype
 from hf_triton.runner.faults import error_outcome, is_fatal, is_memory, kind
 
@@ -70,10 +72,8 @@ def build_encoder(
         decoding: Whether a GPU's small rows are captured, see `build_forward`.
         on_fatal: Called once, in the engine's thread, after the device was lost and every group answered.
     """
-    dtype = serving_dtype(model.dtype, model.device)
-    if dtype != model.dtype and not keeps_dtype and getattr(model, "hf_quantizer", None) is None:
-        logger.info("this processor has no instructions for %s: the model becomes %s", model.dtype, dtype)
-        model.to(dtype)
+    if not keeps_dtype:
+        _leave_slow_dtype(model)
     forward = build_forward(
         model,
         outputs,
@@ -86,6 +86,44 @@ def build_encoder(
         decoding=decoding,
     )
     return EncoderEngine(forward, max_batch_tokens=max_batch_tokens, on_fatal=on_fatal)
+
+
+def build_stacked_encoder(
+    model: Any,
+    compute: Compute,
+    examples: list[ArrayInput],
+    *,
+    max_batch_tokens: int | None = None,
+    pack_weights: Literal["auto"] | bool = "auto",
+    keeps_dtype: bool = False,
+    on_fatal: Callable[[], None] = lambda: None,
+) -> EncoderEngine:
+    """Start the engine of a model that computes arrays.
+
+    Args:
+        model: A transformers model in eval mode, on its device.
+        compute: See `StackedForward`.
+        examples: Inputs by which the layers are timed.
+        max_batch_tokens: This and the others as in `build_encoder`.
+        pack_weights: On a CPU, which linear layers get the layout that oneDNN computes with.
+        keeps_dtype: Whether a model of 16 bits keeps them on a CPU without instructions for them.
+        on_fatal: Called once, after the device was lost and every group answered.
+    """
+    if not keeps_dtype:
+        _leave_slow_dtype(model)
+    forward = StackedForward(model, compute)
+    accelerate_encoder(
+        model, lambda: torch.cat([each.flatten() for each in forward(examples)]), pack_weights=pack_weights
+    )
+    return EncoderEngine(forward, max_batch_tokens=max_batch_tokens, on_fatal=on_fatal)
+
+
+def _leave_slow_dtype(model: Any) -> None:
+    """Make a model of 16 bits float32 on a CPU without instructions for them."""
+    dtype = serving_dtype(model.dtype, model.device)
+    if dtype != model.dtype and getattr(model, "hf_quantizer", None) is None:
+        logger.info("this processor has no instructions for %s: the model becomes %s", model.dtype, dtype)
+        model.to(dtype)
 
 
 class _Waiter(EncoderListener):
@@ -109,7 +147,7 @@ class EncoderEngine(Worker[EncoderGroup]):
 
     def __init__(
         self,
-        forward: EncoderForward,
+        forward: EncoderForward | StackedForward,
         *,
         max_batch_tokens: int | None = None,
         on_fatal: Callable[[], None] = lambda: None,
@@ -123,7 +161,7 @@ class EncoderEngine(Worker[EncoderGroup]):
         """How sequences share a forward."""
         self.adapters = forward.adapters
         """The model's LoRA adapters; None: it takes none."""
-        self._forward = forward
+        self._forward: Any = forward
         self._running: list[Job] = []
         self.thread.start()
 
@@ -138,7 +176,7 @@ class EncoderEngine(Worker[EncoderGroup]):
         """The error of a group with an input that the model cannot compute; None: it can."""
         return next((error for each in group.inputs if (error := self._forward.input_error(each))), None)
 
-    def run(self, inputs: list[EncoderInput]) -> list[npt.NDArray[np.float32]]:
+    def run(self, inputs: Sequence[EncoderInput | ArrayInput]) -> list[npt.NDArray[np.float32]]:
         """The outputs of inputs, as soon as they are computed.
 
         Raises:
@@ -216,11 +254,11 @@ class EncoderEngine(Worker[EncoderGroup]):
 
 
 def _not_finite(job: Job) -> HfTritonError:
-    logger.error("the model's outputs are not finite for a sequence of %d tokens", len(job.input.ids))
+    logger.error("the model's outputs are not finite for a sequence of %d tokens", job.input.num_tokens)
     return GenerationError(
         "not_finite",
-        f"the model's outputs for text {job.index} are NaN or infinite: its weights are broken, or its numbers are too "
-        "large for 16 bits (set dtype to float32)",
+        f"the model's outputs for input {job.index} are NaN or infinite: its weights are broken, or its numbers are "
+        "too large for 16 bits (set dtype to float32)",
     )
 
 

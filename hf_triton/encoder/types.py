@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +36,21 @@ class EncoderInput:
     adapter: Adapter | None = None
     """The LoRA adapter that computes it; None: the model alone."""
 
+    @property
+    def num_tokens(self) -> int:
+        """What it costs."""
+        return len(self.ids)
+
+
+@dataclass(frozen=True, eq=False)
+class ArrayInput:
+    """What a model that reads images computes of an image or a text; inputs of equal shapes share a forward."""
+
+    arrays: Mapping[str, npt.NDArray[Any]]
+    """The model's arguments, without the dimension of a batch."""
+    num_tokens: int
+    """What it costs: tokens, or an image's patches."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -44,7 +60,7 @@ class Job:
     index: int
 
     @property
-    def input(self) -> EncoderInput:
+    def input(self) -> EncoderInput | ArrayInput:
         """What the model computes."""
         return self.group.inputs[self.index]
 
@@ -60,7 +76,7 @@ class EncoderListener(Listener[Outputs]):
 class EncoderGroup(Group[Outputs]):
     """The sequences of one request, which are answered together, with one array for each."""
 
-    inputs: list[EncoderInput]
+    inputs: Sequence[EncoderInput | ArrayInput]
     listener: EncoderListener = field(default_factory=EncoderListener, kw_only=True)
 
     _turns: deque[list[Job]] = field(default_factory=deque, init=False)  # taken, but not begun
@@ -76,7 +92,7 @@ class EncoderGroup(Group[Outputs]):
         cost = 0
         while self.num_waiting:
             job = Job(self, len(self.inputs) - self.num_waiting)
-            num_tokens = len(job.input.ids)
+            num_tokens = job.input.num_tokens
             fits = cost + num_tokens <= (min(budget, TURN_TOKENS) if turn else budget)
             if not fits and (turn or not takes_any):
                 break

@@ -11,7 +11,17 @@ from typing import Any, Final
 from hf_triton.errors import CheckpointError, LoadError, SettingsError
 from hf_triton.hub.graph import check_graph, load_graph
 from hf_triton.hub.imports import import_transformers
-from hf_triton.hub.pretrained import SPEECH, load_config, load_model, load_tokenizer, loading, silence_transformers
+from hf_triton.hub.pretrained import (
+    IMAGE_CLASSIFIER,
+    READ_IMAGES,
+    SPEECH,
+    load_config,
+    load_image_processor,
+    load_model,
+    load_tokenizer,
+    loading,
+    silence_transformers,
+)
 from hf_triton.hub.resolve import Hub
 from hf_triton.hub.snapshot import purge_damaged
 from hf_triton.protocol.parameters import (
@@ -76,9 +86,12 @@ class Checkpoint:
     model: Any
     """In eval mode, on its device."""
     context_length: int
-    """Maximum tokens of a prompt and its completion together; of an encoder, of a text with its special tokens."""
+    """Maximum tokens of a prompt and its completion together; of an encoder, of a text with its special tokens; 0: it
+    reads no text."""
     folder: Path = Path()
     """Its files."""
+    image_processor: Any = None
+    """transformers' own, of a model that reads images."""
     stop_strings: tuple[str, ...] = ()
     """Those of its generation_config, in place of which the request's own may be."""
 
@@ -156,7 +169,8 @@ def _load(
     with DeviceContext():
         silence_transformers()
         config = load_config(folder, settings)
-        tokenizer = load_tokenizer(tokenizer_folder, settings)
+        tokenizer = None if auto_class == IMAGE_CLASSIFIER else load_tokenizer(tokenizer_folder, settings)
+        image_processor = load_image_processor(folder, settings) if auto_class in READ_IMAGES else None
         device_map = placement.device_map()
         if placement.kind == "GPU":
             import torch
@@ -168,15 +182,15 @@ def _load(
         model = _load_graph(folder, config, settings, placement, auto_class)
     model.eval()
     length = context_length(config, settings.max_context_length)
-    if auto_class is not None:
+    if tokenizer is None:
+        length = 0
+    elif auto_class is not None:
         length = min(length, max_positions(model) or length, tokenizer.model_max_length)
     with loading("generation_config.json", settings, folder):
         stop_strings = () if auto_class else _take_stop_strings(model)
-    checkpoint = Checkpoint(tokenizer, model, length, folder, stop_strings)
-    with loading("the model", settings, folder):
-        vocabulary_size = checkpoint.vocabulary_size
-    if len(tokenizer) > vocabulary_size:
-        logger.warning("the tokenizer has %d tokens and the model %d", len(tokenizer), vocabulary_size)
+    checkpoint = Checkpoint(tokenizer, model, length, folder, image_processor, stop_strings)
+    if image_processor is None:
+        _check_vocabulary(checkpoint, settings)
     if auto_class is None:
         with loading("generation_config.json", settings, folder):
             checkpoint.generation_defaults()
@@ -192,6 +206,14 @@ def _load(
     if auto_class is None or settings.dtype != "auto":  # by default an encoder leaves a slow dtype
         _warn_of_slow_dtype(model)
     return checkpoint
+
+
+def _check_vocabulary(checkpoint: Checkpoint, settings: ModelSettings) -> None:
+    """Warn of tokens that the model does not have."""
+    with loading("the model", settings, checkpoint.folder):
+        vocabulary_size = checkpoint.vocabulary_size
+    if len(checkpoint.tokenizer) > vocabulary_size:
+        logger.warning("the tokenizer has %d tokens and the model %d", len(checkpoint.tokenizer), vocabulary_size)
 
 
 def _take_stop_strings(model: Any) -> tuple[str, ...]:

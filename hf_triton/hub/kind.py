@@ -15,6 +15,8 @@ from hf_triton.hub.model_tables import tables_of_class, tables_of_family
 from hf_triton.hub.sentence_files import CROSS_ENCODER, GENERAL, MODULES, SPARSE_ENCODER, load_module_list, refusal
 from hf_triton.hub.sentence_modules import sparse_linear_file
 
+IMAGES_AND_TEXTS: Final = "ZERO_SHOT_IMAGE_CLASSIFICATION"
+"""The table of CLIP and its like."""
 TASKS_BY_TABLE: Final[Mapping[str, str]] = {
     "SEQ_TO_SEQ_CAUSAL_LM": "text-generation",
     "MASKED_LM": "fill-mask",
@@ -25,6 +27,8 @@ TASKS_BY_TABLE: Final[Mapping[str, str]] = {
     "QUESTION_ANSWERING": "question-answering",
     "SPEECH_SEQ_2_SEQ": "automatic-speech-recognition",
     "CTC": "automatic-speech-recognition",
+    "IMAGE_CLASSIFICATION": "image-classification",
+    IMAGES_AND_TEXTS: "embeddings",
 }
 """The task of a table of transformers' models; the first that has a class decides."""
 TASKS_BY_KIND: Final[Mapping[str, str]] = {CROSS_ENCODER: "rerank", SPARSE_ENCODER: "sparse-embeddings"}
@@ -107,9 +111,15 @@ def find_tasks(folder: Path) -> list[str]:
     return list(dict.fromkeys(tasks))
 
 
-def find_way(folder: Path) -> Literal["generative", "pooled", "lexical"] | None:
-    """How a checkpoint does its task: by a model that generates, a pooled vector, its text's tokens, or its head."""
-    if _tasks_of_architectures(_read_object(folder / "config.json"))[:1] == ["text-generation"]:
+def find_way(folder: Path) -> Literal["generative", "pooled", "lexical", "image"] | None:
+    """How a checkpoint does its task: by a model that generates, a pooled vector, its text's tokens, or its head.
+
+    `image` stands for vectors of texts and images in one space.
+    """
+    config = _read_object(folder / "config.json")
+    if any(IMAGES_AND_TEXTS in tables_of_class(name) for name in _architectures(config)):
+        return "image"
+    if _tasks_of_architectures(config)[:1] == ["text-generation"]:
         return "generative"
     kind = _read_object(folder / GENERAL).get("model_type")
     is_pooled = kind == CROSS_ENCODER and "Pooling" in _module_kinds(folder)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib.util
 import json
 import logging
 import typing
@@ -37,6 +38,10 @@ ROPE_SCALING: Final = "rope_f"
 TOKENIZER: Final = "tokenizer.json"
 SPEECH: Final = "AutoModelForSpeechSeq2Seq"
 WHISPER: Final = "WhisperForConditionalGeneration"
+IMAGE_CLASSIFIER: Final = "AutoModelForImageClassification"
+IMAGES_AND_TEXTS: Final = "AutoModelForZeroShotImageClassification"
+READ_IMAGES: Final = (IMAGE_CLASSIFIER, IMAGES_AND_TEXTS)
+"""Classes of models with an image processor."""
 
 
 @contextlib.contextmanager
@@ -135,6 +140,23 @@ def load_tokenizer(folder: Path, settings: ModelSettings) -> Any:
         with loading(CHAT_TEMPLATE, settings, folder):
             tokenizer.chat_template = _read_chat_template(folder)
     return tokenizer
+
+
+def load_image_processor(folder: Path, settings: ModelSettings) -> Any:
+    """Load the image processor that computes with pillow and numpy alone, in its thread.
+
+    Raises:
+        CheckpointError: It cannot be loaded, or pillow is missing.
+    """
+    if importlib.util.find_spec("PIL") is None:
+        raise CheckpointError(
+            "unsupported_model", "images are read by the package pillow: pip install 'hf-triton[image]'"
+        )
+    from transformers import AutoImageProcessor
+
+    with loading("preprocessor_config.json", settings, folder):
+        load: Any = AutoImageProcessor.from_pretrained
+        return load(folder, backend="pil", trust_remote_code=settings.trust_remote_code, local_files_only=True)
 
 
 def _read_chat_template(folder: Path) -> str | dict[str, str] | None:

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from hf_triton.errors import CheckpointError, clip
 from hf_triton.hub.gguf import find_gguf
+from hf_triton.hub.kind import find_task, find_way
 from hf_triton.hub.sentence_modules import module_files
 from hf_triton.hub.spec import CheckpointSpec
 
@@ -33,6 +34,8 @@ TOKENIZER_FILES: Final = (
     "tiktoken.model",
     "tekken.json",
 )
+PROCESSOR_FILES: Final = ("preprocessor_config.json", "processor_config.json")
+"""Those of an image processor."""
 HASH_CHUNK_BYTES: Final = 1 << 20
 
 
@@ -154,8 +157,11 @@ def missing_files(folder: Path, spec: CheckpointSpec) -> list[str]:
         except CheckpointError:  # more may be on the Hub
             return [spec.gguf_file or "GGUF file in one part"]
     missing = ["config.json"] if spec.needs_config and not (folder / "config.json").exists() else []
-    if spec.needs_tokenizer and not any((folder / name).exists() for name in TOKENIZER_FILES):
+    reads_images, reads_text = _reads(folder) if spec.needs_config else (False, True)
+    if spec.needs_tokenizer and reads_text and not any((folder / name).exists() for name in TOKENIZER_FILES):
         missing.append(TOKENIZER_FILES[0])
+    if reads_images and not any((folder / name).exists() for name in PROCESSOR_FILES):
+        missing.append(PROCESSOR_FILES[0])
     if spec.trust_remote_code:
         missing += missing_code(folder)
     if spec.needs_config:
@@ -163,6 +169,12 @@ def missing_files(folder: Path, spec: CheckpointSpec) -> list[str]:
         names = module_files(folder, there, allow_pickle=spec.allow_pickle, needs_weights=spec.needs_weights)
         missing += [name for name in names if not (folder / name).exists()]
     return missing + (missing_weights(folder, spec.allow_pickle) if spec.needs_weights else [])
+
+
+def _reads(folder: Path) -> tuple[bool, bool]:
+    """Whether a checkpoint that is served reads images, and texts."""
+    is_classifier = find_task(folder) == "image-classification"
+    return is_classifier or find_way(folder) == "image", not is_classifier
 
 
 def is_sound(path: Path, on_chunk: Callable[[], None] | None = None) -> bool:

@@ -14,6 +14,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from hf_triton.openai import (
     audio,
     chat,
+    classify,
     cohere,
     completions,
     embeddings,
@@ -55,6 +56,7 @@ ROUTERS: Final[tuple[APIRouter, ...]] = (
     tokenize.router,
     embeddings.router,
     scores.router,
+    classify.router,
     token_tasks.router,
     tei.router,
     cohere.router,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`POST /v1/embeddings`: vectors of texts or of token ids, from model folders of the task embeddings."""
+"""`POST /v1/embeddings`: vectors of texts, token ids or images, from model folders of the task embeddings."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from typing import Annotated, Any, Literal
 import annotated_types
 from fastapi import APIRouter, Request
 
-from hf_triton.openai.bodies import JsonRoute
-from hf_triton.openai.encoders import EncoderFields, encode, texts_or_tokens, usage_of
-from hf_triton.openai.errors import RESPONSES
+from hf_triton.openai.encoders import EncoderFields
+from hf_triton.openai.errors import RESPONSES, ApiError
 from hf_triton.openai.fields import Texts, TokenIds, TokenLists
 from hf_triton.openai.gateway import request_id_of
+from hf_triton.openai.images import ImageRoute, Parts, encode_items, read_items
 from hf_triton.openai.triton_messages import EMBEDDING, EMBEDDINGS
 
-router = APIRouter(route_class=JsonRoute)
+router = APIRouter(route_class=ImageRoute)
 
 
 class EmbeddingRequest(EncoderFields):
     """OpenAI's fields, and some of the model's own."""
 
-    input: str | Texts | TokenIds | TokenLists
-    """A text, token ids, or a list of them."""
+    input: str | Texts | TokenIds | TokenLists | Parts | None = None
+    """A text, token ids, or a list of them. Of models with vectors of images, the list may hold OpenAI's parts
+    `image_url` with data URIs."""
 
     encoding_format: Literal["float", "base64"] = "float"
     """`base64` gives each vector as the bytes of its float32 numbers, little-endian."""
@@ -39,28 +40,45 @@ class EmbeddingRequest(EncoderFields):
     normalize: bool | None = None
     """Whether a vector has length 1. By default as the model says."""
 
+    messages: Annotated[list[dict[str, Any]], annotated_types.MaxLen(1)] | None = None
+    """In place of `input`, vLLM's form: one message whose content is one text or one part."""
+
+    def given_input(self) -> Any:
+        """The input, or what stands in its place.
+
+        Raises:
+            ApiError: There is none, or several.
+        """
+        if self.input is not None and self.messages is None:
+            return self.input
+        match self.messages if self.input is None else ():
+            case [{"content": str() as text}] | [{"content": [str() as text]}]:
+                return text
+            case [{"content": [dict() as part]}]:
+                return [part]
+            case None:
+                raise ApiError(400, "input is required", param="input", code="missing_required_parameter")
+        message = "messages stands in place of input, and is one message whose content is one text or one part"
+        raise ApiError(400, message, param="messages", code="invalid_parameter")
+
 
 @router.post("/v1/embeddings", responses=RESPONSES)
 async def create_embeddings(body: EmbeddingRequest, request: Request) -> dict[str, Any]:
-    """Vectors of texts."""
-    name, texts = texts_or_tokens("input", body.input)
+    """Vectors of texts or images."""
     parameters = {"dimensions": body.dimensions, "prompt_name": body.prompt_name, "normalize": body.normalize}
-    outputs = await encode(
-        request, body, EMBEDDINGS, {name: texts}, [EMBEDDING], parameters=parameters, names={name: "input"}
+    rows, usage = await encode_items(
+        request, body, EMBEDDINGS, read_items("input", body.given_input()), [EMBEDDING], parameters
     )
-    values = outputs[EMBEDDING]
-    size = len(values) // len(texts)
-    vectors = (values[start : start + size] for start in range(0, len(values), size))
     data = [
-        {"object": "embedding", "index": index, "embedding": _encoded(vector, body.encoding_format)}
-        for index, vector in enumerate(vectors)
+        {"object": "embedding", "index": index, "embedding": _encoded(row[EMBEDDING], body.encoding_format)}
+        for index, row in enumerate(rows)
     ]
     return {
         "object": "list",
         "id": f"embd-{request_id_of(request)}",
         "model": body.model,
         "data": data,
-        "usage": usage_of(outputs),
+        "usage": usage,
     }
 
 

@@ -39,7 +39,8 @@ def _describe(model: Model) -> list[dict[str, Any]]:
         described["task"] = model.folder.task
     if model.folder.info is not None:  # in vLLM's names
         described["root"] = model.folder.info.model
-        described["max_model_len"] = model.folder.info.context_length
+        if model.folder.info.context_length:
+            described["max_model_len"] = model.folder.info.context_length
         if model.folder.info.defaults is not None:  # in OpenAI's
             described["defaults"] = model.folder.info.defaults
     if model.is_loaded is not None:

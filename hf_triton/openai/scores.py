@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`/v1/rerank`, `/v1/score` and `/v1/classify`: scores of documents, of pairs of texts, and labels.
+"""`/v1/rerank` and `/v1/score`: scores of documents and of pairs of texts.
 
-Rerank has the form of Cohere's and Jina's clients, score and classify that of vLLM's.
+Rerank has the form of Cohere's and Jina's clients, score that of vLLM's.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from fastapi import APIRouter, Request
 from hf_triton.openai.answers import now_s
 from hf_triton.openai.bodies import JsonRoute, beside_loop
 from hf_triton.openai.conversation import parse_at
-from hf_triton.openai.encoders import EncoderFields, encode, text_list, texts_or_tokens, usage_of
+from hf_triton.openai.encoders import EncoderFields, encode, text_list, usage_of
 from hf_triton.openai.errors import RESPONSES, ApiError
-from hf_triton.openai.fields import MAX_TEXTS, Fields, Ignored, Texts, TokenIds, TokenLists
+from hf_triton.openai.fields import MAX_TEXTS, Fields, Ignored, Texts
 from hf_triton.openai.gateway import request_id_of
-from hf_triton.openai.triton_messages import CLASSIFICATION, RERANK
+from hf_triton.openai.triton_messages import RERANK
 
 router = APIRouter(route_class=JsonRoute)
 SCORE: Final = "score"
-ALL_SCORES: Final = "all_scores"
 PAIRS: Final = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
 """Names of the two sides of `/v1/score`."""
 Documents = Annotated[list[str | dict[str, Any]], annotated_types.MaxLen(MAX_TEXTS)]
@@ -89,16 +88,6 @@ class ScoreRequest(EncoderFields):
         return pair
 
 
-class ClassifyRequest(EncoderFields):
-    """vLLM's fields."""
-
-    input: str | Texts | TokenIds | TokenLists
-    """A text, token ids, or a list of them."""
-
-    top_k: Annotated[int, annotated_types.Ge(1), annotated_types.Le(2**31 - 1)] | None = None
-    """How many labels to list with their scores in `labels`, beside the best one."""
-
-
 @router.post("/v1/rerank", responses=RESPONSES)
 async def rerank(body: RerankRequest, request: Request) -> dict[str, Any]:
     """Documents by their score for a query."""
@@ -135,38 +124,9 @@ async def score(body: ScoreRequest, request: Request) -> dict[str, Any]:
     names = {"query": one, "documents": other}
     outputs = await encode(request, body, RERANK, {"query": first, "documents": second}, [SCORE], names=names)
     data = [{"index": index, "object": "score", "score": each} for index, each in enumerate(outputs[SCORE])]
-    return {**_head(body, request, "score"), "data": data, "usage": usage_of(outputs)}
+    return {**response_head(body, request, "score"), "data": data, "usage": usage_of(outputs)}
 
 
-@router.post("/v1/classify", responses=RESPONSES)
-@router.post("/classify", include_in_schema=False)
-async def classify(body: ClassifyRequest, request: Request) -> dict[str, Any]:
-    """The best label of each text, and the scores of all."""
-    name, texts = texts_or_tokens("input", body.input)
-    outputs = await encode(
-        request,
-        body,
-        CLASSIFICATION,
-        {name: texts},
-        ["label", SCORE, ALL_SCORES],
-        parameters={"top_k": body.top_k},
-        names={name: "input"},
-    )
-    data = []
-    for index in range(len(texts)):
-        labels, scores, probs = (_row(outputs[name], index, len(texts)) for name in ("label", SCORE, ALL_SCORES))
-        entry = {"index": index, "label": labels[0], "score": scores[0], "probs": probs, "num_classes": len(probs)}
-        if body.top_k is not None:
-            entry["labels"] = [{"label": label, "score": each} for label, each in zip(labels, scores, strict=True)]
-        data.append(entry)
-    return {**_head(body, request, "classify"), "data": data, "usage": usage_of(outputs)}
-
-
-def _row(values: list[Any], index: int, num_rows: int) -> list[Any]:
-    """The values of one row, of as many for each."""
-    width = len(values) // num_rows
-    return values[index * width : (index + 1) * width]
-
-
-def _head(body: EncoderFields, request: Request, kind: str) -> dict[str, Any]:
+def response_head(body: EncoderFields, request: Request, kind: str) -> dict[str, Any]:
+    """What a response begins with."""
     return {"id": f"{kind}-{request_id_of(request)}", "object": "list", "created": now_s(), "model": body.model}

@@ -37,6 +37,7 @@ FILL_MASK: Final = "fill-mask"
 SPARSE: Final = "sparse-embeddings"
 FEATURES: Final = "feature-extraction"
 SPEECH: Final = "automatic-speech-recognition"
+IMAGE_CLASSIFICATION: Final = "image-classification"
 EMBEDDING: Final = "embedding"
 """The output of a model for embeddings."""
 ENDPOINTS: Final[Mapping[str, str]] = {
@@ -49,6 +50,7 @@ ENDPOINTS: Final[Mapping[str, str]] = {
     SPARSE: "/embed_sparse",
     FEATURES: "/embed_all",
     SPEECH: "/v1/audio/transcriptions",
+    IMAGE_CLASSIFICATION: "/v1/classify with images",
 }
 """Where models of each task are asked."""
 TASKS: Final[Mapping[str, str | None]] = {
@@ -105,6 +107,8 @@ class Folder:
             return RERANK
         if self.outputs >= {"label", "score"} and "text" in self.inputs and "candidate_labels" not in self.inputs:
             return CLASSIFICATION
+        if self.outputs >= {"label", "score"} and "image" in self.inputs:
+            return IMAGE_CLASSIFICATION
         generates = PROMPT in self.inputs and not self.outputs.isdisjoint(TEXT_OUTPUTS)
         return TEXT_GENERATION if generates else None
 

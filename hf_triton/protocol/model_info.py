@@ -28,7 +28,8 @@ class ModelInfo:
     model: str
     """The model's name on the Hub, or that of its folder."""
     context_length: int
-    """Maximum tokens of a prompt and its completion together; of an encoder, of a text with its special tokens."""
+    """Maximum tokens of a prompt and its completion together; of an encoder, of a text with its special tokens; 0: it
+    reads no text."""
     engine: str
     """`continuous` or `batch`; of an encoder, its `runtime`."""
     dtype: str

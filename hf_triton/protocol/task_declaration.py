@@ -46,6 +46,7 @@ MAX_FILLS: Final = 1000
 TEXT: Final = "text"
 PAIR: Final = "text_pair"
 AUDIO: Final = "audio"
+IMAGE: Final = "image"
 TEXTS: Final = TextInput(TEXT, "the texts", TEXT_ALIASES)
 TOKEN_IDS: Final = "token_ids"
 TOKEN_TEXTS: Final = TextInput(
@@ -53,6 +54,7 @@ TOKEN_TEXTS: Final = TextInput(
     "instead of `text`, the token ids of each text, special tokens included: a string with a JSON array",
     is_optional=True,
 )
+IMAGES: Final = TextInput(IMAGE, "the images: PNG, JPEG, WebP or GIF, or base64 of them", ("images",), is_file=True)
 
 
 @dataclass(frozen=True)

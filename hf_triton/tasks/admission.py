@@ -21,6 +21,9 @@ BYTES_PER_TOKEN: Final = 16
 MIN_ENCODER_BYTES: Final = 1 << 18
 """Of a text for an encoder: documents are cut to the context, or read in windows."""
 
+MIN_FILE_BYTES: Final = 1 << 25
+"""Of a file, such as an image."""
+
 
 def request_limits(settings: ModelSettings, context_length: int, min_bytes: int = 0) -> Limits:
     """What one request to a folder may hold; without a setting, prompts of as many bytes as could fit the context.

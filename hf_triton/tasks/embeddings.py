@@ -27,6 +27,7 @@ from hf_triton.protocol.task_declaration import (
     TEXT_ALIASES,
     TOKEN_TEXTS,
     TaskDeclaration,
+    TaskOptions,
     TaskOutput,
     TextInput,
 )
@@ -47,8 +48,8 @@ TINY: Final = 1e-12
 """The least length that a vector is divided by, as `torch.nn.functional.normalize` has it."""
 
 
-class EmbeddingOptions(PromptOptions):
-    """Request parameters of embeddings."""
+class VectorOptions(TaskOptions):
+    """Request parameters of vectors."""
 
     dimensions: Annotated[int, annotated_types.Ge(1)] | None = None
     """To how many dimensions a vector is cut, before it is normalised; at most the model's own, which is the default.
@@ -56,6 +57,10 @@ class EmbeddingOptions(PromptOptions):
 
     normalize: bool | None = None
     """Whether a vector has length 1. By default the folder's setting `normalize`, then as modules.json says."""
+
+
+class EmbeddingOptions(PromptOptions, VectorOptions):
+    """Request parameters of embeddings."""
 
 
 class Embeddings(EncoderTask[EmbeddingOptions]):
@@ -117,11 +122,7 @@ class Embeddings(EncoderTask[EmbeddingOptions]):
 
     def check_options(self, options: EmbeddingOptions) -> None:
         """See `EncoderTask`."""
-        size = self._head.num_outputs
-        if options.dimensions is not None and options.dimensions > size:
-            raise RequestError(
-                "invalid_parameter", f"dimensions must be an integer >= 1 and <= {size}, got {options.dimensions}"
-            )
+        check_dimensions(options, self._head.num_outputs)
         self._prompts.check(options.prompt_name)
 
     def encode(self, row: Row, options: EmbeddingOptions) -> EncodedRow:
@@ -145,15 +146,32 @@ class Embeddings(EncoderTask[EmbeddingOptions]):
 
     def decode(self, encoded: EncodedRow, options: EmbeddingOptions, outputs: list[npt.NDArray[Any]]) -> TaskResult:
         """See `EncoderTask`. A vector is cut, then normalised."""
-        vector: npt.NDArray[Any] = outputs[0][: options.dimensions or self._modules.dimensions]
-        if self._normalizes if options.normalize is None else options.normalize:
-            vector = vector / max(float(np.linalg.norm(vector)), TINY)
+        normalizes = self._normalizes if options.normalize is None else options.normalize
+        vector = cut_vector(outputs[0], options.dimensions or self._modules.dimensions, normalizes=normalizes)
         return TaskResult(json=vector, tensors={"embedding": vector, "num_output_tokens": 0})
 
     def _count_prompt(self, prompt: str) -> int:
         """Tokens of a prompt, without a special token at its end."""
         ids = self.tokenizer(prompt)["input_ids"]
         return len(ids) - 1 if ids and ids[-1] in self.tokenizer.all_special_ids else len(ids)
+
+
+def check_dimensions(options: VectorOptions, size: int) -> None:
+    """Refuse more dimensions than a model's vectors have.
+
+    Raises:
+        RequestError: They are asked for.
+    """
+    if options.dimensions is not None and options.dimensions > size:
+        raise RequestError(
+            "invalid_parameter", f"dimensions must be an integer >= 1 and <= {size}, got {options.dimensions}"
+        )
+
+
+def cut_vector(vector: npt.NDArray[Any], dimensions: int | None, *, normalizes: bool) -> npt.NDArray[Any]:
+    """The first dimensions of a vector, with length 1 if it is to be normalised."""
+    cut = vector[:dimensions]
+    return cut / max(float(np.linalg.norm(cut)), TINY) if normalizes else cut
 
 
 def find_modules(folder: Path, settings: ModelSettings) -> SentenceModules:

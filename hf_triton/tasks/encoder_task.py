@@ -46,8 +46,8 @@ Options = TypeVar("Options", bound=TaskOptions)
 class EncodedRow:
     """The token sequences of one row, and what `decode` needs to know of them."""
 
-    inputs: Sequence[EncoderInput]
-    """One or more; a long context, or several labels, make several."""
+    inputs: Sequence[Any]
+    """One or more `EncoderInput`s; a long context, or several labels, make several. `ArrayInput`s of an `ImageTask`."""
     context: Any = None
     """The task's own."""
 
@@ -58,6 +58,7 @@ class EncoderTask(DeclaredTask, ABC, Generic[Options]):
     Attributes:
         model_outputs: The fields of the model's output that it needs: `logits`, `last_hidden_state`, ...
         per_token: Whether they have a value for each token, or one for the whole sequence.
+        needs_fast_tokenizer: Whether texts are tokenized by a tokenizer.json.
         merge: Joins what `reduce` returns of two parts of a sequence's tokens; None: it needs all of them at once.
 
     Args:
@@ -71,10 +72,11 @@ class EncoderTask(DeclaredTask, ABC, Generic[Options]):
     model_outputs: ClassVar[tuple[str, ...]] = ("logits",)
     per_token: ClassVar[bool] = False
     merge: Merge | None = None
+    needs_fast_tokenizer: ClassVar[bool] = True
 
     def __init__(self, checkpoint: Checkpoint, settings: ModelSettings) -> None:
         self.tokenizer = checkpoint.tokenizer
-        if not self.tokenizer.is_fast:
+        if self.needs_fast_tokenizer and not self.tokenizer.is_fast:
             raise CheckpointError(
                 "unsupported_model",
                 f"{settings.huggingface_model} has no tokenizer.json, which {self.declaration.name} needs: set the "
@@ -205,13 +207,17 @@ class EncoderTask(DeclaredTask, ABC, Generic[Options]):
         encoding = self._whole.encode(text, pair)
         if len(encoding.ids) <= self.max_length:
             return encoding
+        self.check_cut(len(encoding.ids), truncate)
+        return self._cut.encode(text, pair)
+
+    def check_cut(self, num_tokens: int, truncate: bool | None) -> None:
+        """Refuse a text that is too long and not to be cut; `truncate` as above."""
         if not self.may_cut(truncate):
             raise RequestError(
                 "context_exceeded",
-                f"the text has {len(encoding.ids)} tokens, more than the {self.max_length} of the model: shorten it, "
-                "or set truncate to true",
+                f"the text has {num_tokens} tokens, more than the {self.max_length} of the model: shorten it, or set "
+                "truncate to true",
             )
-        return self._cut.encode(text, pair)
 
     @cached_property
     def _whole(self) -> Any:

@@ -26,9 +26,10 @@ from hf_triton.protocol.task_requests import Row, TaskRequest, encode_results, o
 from hf_triton.protocol.tensors import Array
 from hf_triton.protocol.token_rows import TokenRow
 from hf_triton.tasks.adapters import AdapterStore
-from hf_triton.tasks.admission import MIN_ENCODER_BYTES, request_limits
+from hf_triton.tasks.admission import MIN_ENCODER_BYTES, MIN_FILE_BYTES, request_limits
 from hf_triton.tasks.encoder_task import EncodedRow, EncoderTask
 from hf_triton.tasks.engine_task import EngineTask
+from hf_triton.tasks.image_task import ImageTask
 from hf_triton.tasks.interface import ResponseConfig, model_info
 from hf_triton.tasks.meter import Meter
 from hf_triton.tasks.request import InferenceRequest
@@ -86,7 +87,7 @@ class EncoderService(EngineTask["_Response"]):
         if (*names,) == checked.default_outputs == (JSON_OUTPUT,) and len(checked.shape) == 1:
             checked = dataclasses.replace(checked, shape=(*checked.shape, 1))  # MLServer's
         response = _Response(request, self._task, checked, names, self._meter, self._pool)
-        is_short = len(checked.rows) == 1 and _num_characters(checked.rows[0]) <= MAX_INLINE_CHARACTERS
+        is_short = len(checked.rows) == 1 and _takes_no_time(checked.rows[0])
         is_quick = is_short and not checked.options.lora_name  # which may have to be loaded
         self._begin(response, len(checked.rows), request.deadline_s(), is_quick=is_quick)
 
@@ -139,9 +140,12 @@ class NoEngine:
         """There is nothing to end."""
 
 
-def _num_characters(row: Row | TokenRow) -> int:
-    """Characters to tokenize."""
-    return 0 if isinstance(row, TokenRow) else sum(map(len, row.values()))
+def _takes_no_time(row: Row | TokenRow) -> bool:
+    """Whether a row is tokens or a short text; a small file may hold a large image."""
+    if isinstance(row, TokenRow):
+        return True
+    is_text = all(isinstance(text, str) for text in row.values())
+    return is_text and sum(map(len, row.values())) <= MAX_INLINE_CHARACTERS
 
 
 class _Response(EncoderListener):
@@ -183,7 +187,7 @@ class _Response(EncoderListener):
     @property
     def nums_tokens(self) -> list[int]:
         """Tokens of each row."""
-        return [sum(len(item.ids) for item in row.inputs) for row in self._rows]
+        return [sum(item.num_tokens for item in row.inputs) for row in self._rows]
 
     def is_cancelled(self) -> bool:
         """Whether the request is cancelled or refused."""
@@ -264,7 +268,8 @@ def build_encoder_service(
         LoadError: The checkpoint does not fit the task.
     """
     task = task_class(checkpoint, settings)
-    limits = request_limits(settings, checkpoint.context_length, MIN_ENCODER_BYTES)
+    reads_files = any(text.is_file for text in task.declaration.texts)
+    limits = request_limits(settings, task.max_length, MIN_FILE_BYTES if reads_files else MIN_ENCODER_BYTES)
     engine: EncoderEngine | NoEngine = NoEngine()
     store = None
     if settings.has_weights:
@@ -290,8 +295,18 @@ def build_task_engine(
     on_fatal: Callable[[], None] = lambda: None,
 ) -> EncoderEngine:
     """The engine for a task, running; `way` and `takes_adapters` as in `build_encoder`, the others as above."""
-    from hf_triton.encoder.engine import build_encoder
+    from hf_triton.encoder.engine import build_encoder, build_stacked_encoder
 
+    if isinstance(task, ImageTask):
+        return build_stacked_encoder(
+            checkpoint.model,
+            task.compute,
+            task.examples(),
+            max_batch_tokens=settings.max_batch_tokens,
+            pack_weights=settings.pack_weights,
+            keeps_dtype=settings.dtype != "auto",
+            on_fatal=on_fatal,
+        )
     return build_encoder(
         checkpoint.model,
         task.model_outputs,

@@ -27,6 +27,7 @@ ENCODER_TASKS: Final[dict[str, str]] = {
     "feature-extraction": "FeatureExtraction",
     "sparse-embeddings": "SparseEmbeddings",
     "tokenization": "Tokenization",
+    "image-classification": "ImageClassification",
 }
 DECLARED_TASKS: Final[dict[str, str]] = {**ENCODER_TASKS, "automatic-speech-recognition": "SpeechRecognition"}
 """Tasks that generate no text, or none from a prompt. Each is a class in the module of its own name, with
@@ -34,6 +35,7 @@ underscores."""
 
 
 VARIANTS: Final[dict[tuple[str, str], str]] = {
+    ("embeddings", "image"): "ImageEmbeddings",
     ("rerank", "generative"): "GenerativeRerank",
     ("rerank", "pooled"): "PooledRerank",
     ("sparse-embeddings", "lexical"): "LexicalSparseEmbeddings",

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from hf_triton.encoder.forward import EncoderForward, build_forward
+from hf_triton.encoder.stacked import StackedForward
 from hf_triton.hub.checkpoint import Placement, load_checkpoint
 from hf_triton.hub.resolve import Hub
 from hf_triton.protocol.prompts import Limits
 from hf_triton.protocol.task_requests import encode_results, outputs_to_fill
 from hf_triton.protocol.tensors import Array, encode_strings
 from hf_triton.settings import ModelSettings
+from hf_triton.tasks.image_task import ImageTask
 from tests.support.encoders import build_model
 from tests.support.sentence_checkpoints import LETTERS, quietly
 
@@ -113,7 +115,11 @@ class Served:
         chosen = ModelSettings(huggingface_model=str(folder), **settings)
         checkpoint = load_checkpoint(Hub(folder, chosen, {}), chosen, Placement("CPU", 0), kind.auto_class)
         self.task = kind(checkpoint, chosen)
-        self.forward: EncoderForward = build_forward(
+        self.forward: EncoderForward | StackedForward
+        if isinstance(self.task, ImageTask):
+            self.forward = StackedForward(checkpoint.model, self.task.compute)
+            return
+        self.forward = build_forward(
             checkpoint.model,
             self.task.model_outputs,
             per_token=self.task.per_token,
@@ -127,7 +133,7 @@ class Served:
         rows = [self.task.encode_row(row, request.options) for row in request.rows]
         outputs = iter(self.forward([each for row in rows for each in row.inputs]))
         results = [self.task.decode(row, request.options, [next(outputs).numpy() for _ in row.inputs]) for row in rows]
-        nums_tokens = [sum(len(each.ids) for each in row.inputs) for row in rows]
+        nums_tokens = [sum(each.num_tokens for each in row.inputs) for row in rows]
         declared = self.task.declaration
         names = outputs_to_fill(declared, names, declared.all_outputs, request.default_outputs)
         return encode_results(results, nums_tokens, declared, request.shape, names)

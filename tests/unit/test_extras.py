@@ -21,11 +21,13 @@ from hf_triton.errors import HfTritonError
 from hf_triton.hub.gguf import check_gguf
 from hf_triton.hub.graph import check_graph
 from hf_triton.hub.load_failures import QUANTIZED_PACKAGES, explain_load
+from hf_triton.hub.pretrained import load_image_processor
 from hf_triton.protocol.tracing import build_tracing
 from hf_triton.runner import graph
 from hf_triton.runner.adapter_files import _check_method
 from hf_triton.runner.cpu.availability import runs_numba
 from hf_triton.server import find_tritonserver
+from hf_triton.settings import ModelSettings
 from hf_triton.tasks.audio import import_soundfile
 from tests.support.paths import ROOT
 
@@ -120,6 +122,10 @@ def read_gguf(folder: Path) -> None:
     check_gguf(folder / "model.gguf", "acme/thing")
 
 
+def read_images(folder: Path) -> None:
+    load_image_processor(folder, ModelSettings(huggingface_model="acme/thing"))
+
+
 def load_graph(runtime: str) -> Callable[[Path], None]:
     return lambda folder: check_graph(folder, SimpleNamespace(runtime=runtime, precision="float32"))
 
@@ -148,6 +154,7 @@ def plot(_: Path) -> None:
         ("peft", "peft", read_adapter),
         ("gguf", "gguf", read_gguf),
         ("soundfile", "soundfile", read_sound),
+        ("pillow", "PIL", read_images),
         ("numba", "hf_triton.runner.cpu.llvm", compile_kernels),
         ("opentelemetry-sdk", "opentelemetry.sdk.trace", trace),
         ("matplotlib", "matplotlib.figure", plot),

@@ -95,7 +95,7 @@ def test_shards_without_their_index_are_named(from_hub: bool, tmp_path: Path) ->
         ("XLNetForQuestionAnsweringSimple", 2, "question-answering"),
         ("LlamaModel", 2, "embeddings"),
         ("T5EncoderModel", 2, "embeddings"),
-        ("CLIPModel", 2, "zero-shot-image-classification"),
+        ("CLIPModel", 2, "embeddings"),
         ("ViTModel", 2, "image"),
         ("WhisperForConditionalGeneration", 2, "automatic-speech-recognition"),
         ("Wav2Vec2ForCTC", 2, "automatic-speech-recognition"),

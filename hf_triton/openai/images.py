@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Inputs that may be images: a list of texts and of OpenAI's parts, with data URIs. Fetches and decodes nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
+
+import annotated_types
+from fastapi import Request
+
+from hf_triton.openai.bodies import JsonRoute
+from hf_triton.openai.conversation import parse_at
+from hf_triton.openai.encoders import NUM_TOKENS, EncoderFields, encode, texts_or_tokens
+from hf_triton.openai.errors import ApiError
+from hf_triton.openai.fields import HINT, MAX_TEXTS, Fields, Ignored
+from hf_triton.protocol.task_declaration import IMAGE, TEXT
+
+Parts = Annotated[list[str | dict[str, Any]], annotated_types.MaxLen(MAX_TEXTS)]
+Items: TypeAlias = dict[str, dict[int, str]]
+"""By a model's input, its elements by their places in the client's list."""
+DATA_URI: Final = re.compile(r"data:image/[\w.+-]+;base64,", re.IGNORECASE)
+
+
+class ImageRoute(JsonRoute):
+    """A route whose body may hold images."""
+
+    max_body_bytes: ClassVar[int] = 64 << 20
+
+
+class _Url(Fields):
+    ignored: ClassVar[Mapping[str, Ignored]] = {"detail": HINT}
+    url: str
+
+
+class _ImagePart(Fields):
+    type: Literal["image_url"]
+    image_url: str | _Url
+
+
+class _TextPart(Fields):
+    type: Literal["text"]
+    text: Annotated[str, annotated_types.MinLen(1)]
+
+
+def read_items(field: str, value: Any, *, strings_too: bool = False) -> Items:
+    """The texts, token ids or images of a field.
+
+    Args:
+        field: Its name.
+        value: As the request's model has checked it.
+        strings_too: Whether a string that is an image's data URI is one; if not, it is a text.
+
+    Raises:
+        ApiError: One is empty, or no data URI.
+    """
+    parts = value if isinstance(value, list) else [value]
+    if not any(isinstance(part, dict) or (strings_too and _is_image(part)) for part in parts):
+        name, texts = texts_or_tokens(field, value)
+        return {name: dict(enumerate(texts))}
+    items: Items = {}
+    for place, part in enumerate(parts):
+        name, element = _read_part(f"{field}[{place}]", part, strings_too=strings_too)
+        items.setdefault(name, {})[place] = element
+    return items
+
+
+def _read_part(place: str, part: Any, *, strings_too: bool) -> tuple[str, str]:
+    if strings_too and _is_image(part):
+        return IMAGE, part
+    if isinstance(part, str):
+        part = {"type": "text", "text": part}
+    if isinstance(part, dict) and part.get("type") == "text":
+        return TEXT, parse_at(_TextPart, place, part).text
+    image = parse_at(_ImagePart, place, part).image_url
+    url = image if isinstance(image, str) else image.url
+    if not _is_image(url):
+        message = f"{place}.image_url must be a data URI (data:image/png;base64,...): nothing is fetched"
+        raise ApiError(400, message, param=f"{place}.image_url", code="invalid_parameter")
+    return IMAGE, url
+
+
+def _is_image(value: object) -> bool:
+    return isinstance(value, str) and DATA_URI.match(value) is not None
+
+
+async def encode_items(
+    request: Request,
+    body: EncoderFields,
+    task: str,
+    items: Items,
+    outputs: Sequence[str],
+    parameters: Mapping[str, bool | int | str | None],
+) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    """The outputs of each item in the client's order, and the usage. Arguments as `encode` has them."""
+    rows: dict[int, dict[str, Any]] = {}
+    num_tokens = 0
+    for name, elements in items.items():
+        texts = {name: [*elements.values()]}
+        try:
+            found = await encode(request, body, task, texts, outputs, parameters=parameters, names={name: "input"})
+        except ApiError as error:
+            raise _at_places(error, [*elements]) from None
+        num_tokens += sum(found[NUM_TOKENS])
+        for index, place in enumerate(elements):
+            rows[place] = {output: _row(found[output], index, len(elements)) for output in outputs}
+    return [rows[place] for place in sorted(rows)], {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+
+
+def _at_places(error: ApiError, places: Sequence[int]) -> ApiError:
+    """An error that counts rows in the client's list."""
+    sentence = re.sub(r"\brow (\d+)", lambda row: f"row {places[int(row[1])]}", error.message)
+    return ApiError(error.status_code, sentence, type=error.type, param=error.param, code=error.code)
+
+
+def _row(values: list[Any], index: int, num_rows: int) -> list[Any]:
+    """The values of one row, of as many for each."""
+    width = len(values) // num_rows
+    return values[index * width : (index + 1) * width]
