@@ -127,8 +127,8 @@ FORMS: Final[Mapping[str, Callable[[Vectors], Any]]] = {
 
 @router.post("/v2/rerank", responses=COHERE_RESPONSES)
 async def rerank_v2(body: RerankRequest, request: Request) -> dict[str, Any]:
-    """Documents by their score for a query."""
-    answer = await rerank(body, request)
+    """Documents by their score for a query, as indices: results hold them if `return_documents` is true."""
+    answer = await rerank(body.model_copy(update={"return_documents": body.return_documents is True}), request)
     return {**answer, "meta": _meta(search_units=1)}
 
 
