@@ -281,7 +281,7 @@ async def _ranks(request: Request, body: RankRequest, given: Sequence[str]) -> l
 async def info(request: Request, model: str | None = None) -> dict[str, Any]:
     """What the only model is, or the one that the query parameter `model` names."""
     gateway = gateway_of(request)
-    served = await _only_model(request) if model is None else await _model(request, model)
+    served = await _model(request, model) if model else await _only_model(request)
     about: dict[str, Any] = {"model_id": served.name, "version": __version__}
     about["max_concurrent_requests"] = gateway.config.max_concurrent_requests
     about["max_client_batch_size"] = MAX_TEXTS

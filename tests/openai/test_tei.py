@@ -221,6 +221,7 @@ def test_the_pages_requests_are_answered(gateway: GatewayThread) -> None:
 
 def test_cohere_embeds_in_each_form(gateway: GatewayThread) -> None:
     kinds = ["float", "base64", "binary", "ubinary"]
+    assert len(ask(gateway, "/v2/embed", model="minilm", texts=["boat " * 900])["embeddings"]["float"]) == 1
     answer = ask(gateway, "/v2/embed", model="minilm", texts=TEXTS, input_type="clustering", embedding_types=kinds)
     expected = reference_embeddings(real_checkpoint(), TEXTS)
     np.testing.assert_allclose(answer["embeddings"]["float"], expected, atol=TOLERANCE)
@@ -247,7 +248,8 @@ def test_the_type_of_input_chooses_the_models_prompt(
 
 
 def test_cohere_reranks(gateway: GatewayThread) -> None:
-    answer = ask(gateway, "/v2/rerank", model="reranker", query=QUERY, documents=DOCUMENTS, top_n=2)
+    long = "boat " * 900  # is cut, as Cohere does
+    answer = ask(gateway, "/v2/rerank", model="reranker", query=QUERY, documents=[*DOCUMENTS, long], top_n=2)
     assert len(answer["results"]) == 2
     assert answer["results"][0].keys() == {"index", "relevance_score"}
     assert answer["meta"]["api_version"] == {"version": "2"}
@@ -268,6 +270,7 @@ def test_coheres_documented_request_is_answered(gateway: GatewayThread) -> None:
         ({"inputs": [{"content": [{"type": "image_url"}]}]}, "inputs[0].content[0].type must be "),
         ({"inputs": [{"content": []}]}, "inputs[0] is empty"),
         ({"texts": ["a"], "truncate": "START"}, "truncate must be "),
+        ({"texts": ["a " * 900], "truncate": "NONE"}, "the texts has 902 tokens"),
         ({"texts": ["a"], "embedding_types": ["int8"]}, "embedding_types[0] must be 'float', 'base64', "),
         ({"texts": ["a"], "output_dimension": 9999}, "output_dimension must be "),
     ],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cohere's client, and TEI's of the Hub and of LlamaIndex: prints what came back. Arguments: see litellm_encoders.py."""
+"""Cohere's client, and two of TEI: prints what came back. Arguments: the address, and a request in JSON."""
 
 import json
 import sys
