@@ -127,12 +127,8 @@ FORMS: Final[Mapping[str, Callable[[Vectors], Any]]] = {
 
 @router.post("/v2/rerank", responses=COHERE_RESPONSES)
 async def rerank_v2(body: RerankRequest, request: Request) -> dict[str, Any]:
-    """Documents by their score for a query, as indices: results hold them if `return_documents` is true.
-
-    Documents that are too long are cut, unless `truncate` is false.
-    """
-    given = {"return_documents": body.return_documents is True, "truncate": body.truncate is not False}
-    answer = await rerank(body.model_copy(update=given), request)
+    """Documents by their score for a query; those that are too long are cut, unless `truncate` is false."""
+    answer = await rerank(body.model_copy(update={"truncate": body.truncate is not False}), request)
     return {**answer, "meta": _meta(search_units=1)}
 
 

@@ -23,7 +23,7 @@ from hf_triton.openai.encoders import EncoderFields, encode, text_list, texts_or
 from hf_triton.openai.errors import TEI_PATHS, TEI_RESPONSES, ApiError
 from hf_triton.openai.fields import MAX_TEXTS, Fields, Texts, TokenIds, TokenLists
 from hf_triton.openai.gateway import gateway_of
-from hf_triton.openai.scores import Documents, RerankRequest, rerank
+from hf_triton.openai.scores import SCORE, Documents, RerankRequest, rerank
 from hf_triton.openai.triton import Model
 from hf_triton.openai.triton_messages import (
     CLASSIFICATION,
@@ -37,7 +37,6 @@ from hf_triton.openai.triton_messages import (
 from hf_triton.protocol.ports import JSON_OUTPUT
 
 router = APIRouter(route_class=JsonRoute)
-SCORE: Final = "score"
 ALL: Final = ("all_labels", "all_scores")
 KINDS: Final[Mapping[str, str]] = {
     EMBEDDINGS: "embedding",
@@ -187,18 +186,17 @@ async def embed_all(body: EmbedAllRequest, request: Request) -> Response:
     return _json(f"[{vectors}]")
 
 
-@router.post("/embed_sparse", responses=TEI_RESPONSES)
-async def embed_sparse(body: EmbedSparseRequest, request: Request) -> list[list[dict[str, int | float]]]:
+@router.post("/embed_sparse", responses=TEI_RESPONSES, response_model=list[list[dict[str, int | float]]])
+async def embed_sparse(body: EmbedSparseRequest, request: Request) -> Response:
     """Sparse vectors of texts: weights of tokens of the vocabulary."""
     texts, parameters = {"text": text_list("inputs", body.inputs)}, {"prompt_name": body.prompt_name}
-    outputs = await _encode(
-        request, body, SPARSE, texts, [JSON_OUTPUT], parameters=parameters, names={"text": "inputs"}
-    )
-    vectors = map(json.loads, outputs[JSON_OUTPUT])
-    return [
+    names = {"text": "inputs"}
+    outputs = await _encode(request, body, SPARSE, texts, [JSON_OUTPUT], parameters=parameters, names=names)
+    vectors = [
         [{"index": index, "value": value} for index, value in zip(each["indices"], each["values"], strict=True)]
-        for each in vectors
+        for each in map(json.loads, outputs[JSON_OUTPUT])
     ]
+    return _json(to_json(vectors))
 
 
 @router.post("/similarity", responses=TEI_RESPONSES)

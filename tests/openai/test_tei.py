@@ -251,7 +251,6 @@ def test_cohere_reranks(gateway: GatewayThread) -> None:
     long = "boat " * 900  # is cut, as Cohere does
     answer = ask(gateway, "/v2/rerank", model="reranker", query=QUERY, documents=[*DOCUMENTS, long], top_n=2)
     assert len(answer["results"]) == 2
-    assert answer["results"][0].keys() == {"index", "relevance_score"}
     assert answer["meta"]["api_version"] == {"version": "2"}
 
 
