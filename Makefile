@@ -117,7 +117,8 @@ $(AIPERF): $(SETUP)
 
 $(FRAMEWORKS): $(SETUP)
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/pip install --quiet langchain-openai==1.7.4 llama-index-llms-openai-like==0.8.1
+	$(@D)/bin/pip install --quiet langchain-openai==1.7.4 llama-index-llms-openai-like==0.8.1 cohere==7.3.1 \
+	  llama-index-embeddings-text-embeddings-inference==0.6.0 llama-index-postprocessor-tei-rerank==0.6.0
 	@touch $@
 
 $(NPM): $(SETUP)

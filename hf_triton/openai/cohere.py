@@ -61,7 +61,7 @@ class EmbedRequest(EncoderFields):
     output_dimension: Annotated[int, annotated_types.Ge(1), annotated_types.Le(2**31 - 1)] | None = None
     """To how many dimensions a vector is cut; for models that were trained so."""
 
-    truncate: Literal["NONE", "END"] | None = None  # type: ignore[assignment]
+    truncate: Literal["NONE", "END"] = "END"  # type: ignore[assignment]
     """Whether a text that is longer than the model's context is cut at its END or refused (NONE)."""
 
 
@@ -69,7 +69,7 @@ class EmbedRequest(EncoderFields):
 async def embed(body: EmbedRequest, request: Request) -> dict[str, Any]:
     """Vectors of texts."""
     texts = _texts(body)
-    cut = body.model_copy(update={"truncate": None if body.truncate is None else body.truncate == "END"})
+    cut = body.model_copy(update={"truncate": body.truncate == "END"})
     outputs = await _encode(request, cut, texts)
     width = len(outputs[EMBEDDING]) // len(texts)
     vectors = [outputs[EMBEDDING][start : start + width] for start in range(0, len(outputs[EMBEDDING]), width)]
@@ -127,8 +127,8 @@ FORMS: Final[Mapping[str, Callable[[Vectors], Any]]] = {
 
 @router.post("/v2/rerank", responses=COHERE_RESPONSES)
 async def rerank_v2(body: RerankRequest, request: Request) -> dict[str, Any]:
-    """Documents by their score for a query."""
-    answer = await rerank(body, request)
+    """Documents by their score for a query; those that are too long are cut, unless `truncate` is false."""
+    answer = await rerank(body.model_copy(update={"truncate": body.truncate is not False}), request)
     return {**answer, "meta": _meta(search_units=1)}
 
 

@@ -45,7 +45,7 @@ ANTHROPIC_TYPES: Final[Mapping[int, str]] = {
 """Anthropic's type of error by status; INVALID below 500, otherwise `api_error`."""
 ANTHROPIC_PATH: Final = "/v1/messages"
 COHERE_PATH: Final = "/v2/"
-TEI_PATHS: Final = ("/embed", "/embed_all", "/embed_sparse", "/predict", "/similarity", "/info")
+TEI_PATHS: Final = ("/embed", "/embed_all", "/embed_sparse", "/predict", "/similarity", "/info", "/")
 TEI_TYPES: Final[Mapping[int, str]] = {424: "Backend", 429: "Overloaded", 503: "Unhealthy"}
 """Text Embeddings Inference's type of error by status; `Validation` below 500, otherwise `Backend`."""
 DEFAULT_CODES: Final[Mapping[int, str]] = {
@@ -188,7 +188,8 @@ class ApiError(HTTPException):
         """The HTTP response of the endpoint at `path`."""
         from starlette.responses import JSONResponse
 
-        return JSONResponse(self.body(path), self.status_code, self.headers)
+        is_too_long = path in TEI_PATHS and self.code == "context_length_exceeded"  # there as too large a body
+        return JSONResponse(self.body(path), 413 if is_too_long else self.status_code, self.headers)
 
 
 def model_not_found(name: str, known: Collection[str] = ()) -> ApiError:

@@ -24,8 +24,8 @@ LOG: Final = logging.getLogger("hf_triton.openai")
 CHECK_EVERY_S: Final = 1.0
 """How often the file is looked at."""
 COMMENT: Final = re.compile(rb"(^|\s)#.*", re.DOTALL)
-OPEN_PATHS: Final = (*CHECK_PATHS, "/")
-"""What needs no key: a balancer's check, and the chat page, which asks for one."""
+PAGE: Final = "/"
+"""The chat page, which asks for a key; POST to its path is TEI's `/embed`, and needs one."""
 OPEN_PREFIX: Final = "/page/"
 """Files of the chat page."""
 
@@ -123,7 +123,8 @@ class KeyCheck:
         await self._app(scope, receive, send)
 
     def _is_allowed(self, scope: Scope) -> bool:
-        if scope["path"] in OPEN_PATHS or scope["path"].startswith(OPEN_PREFIX):
+        is_page = scope["path"] == PAGE and scope["method"] in ("GET", "HEAD")
+        if is_page or scope["path"] in CHECK_PATHS or scope["path"].startswith(OPEN_PREFIX):
             return True
         given = _given_key(scope)
         return given is not None and self._keys.allow(given)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The endpoints of Hugging Face's Text Embeddings Inference, whose requests name no model: `/embed`, `/predict`, ...
 
-The model is the only one of the endpoint's task, or the one that the field `model` names.
+The model is the only one of the endpoint's task, or the one that the field or the query parameter `model` names.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ from typing import Annotated, Any, Final, Literal
 
 import annotated_types
 import numpy as np
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
+from pydantic_core import to_json
 
 from hf_triton import __version__
 from hf_triton.errors import clip
 from hf_triton.openai.bodies import JsonRoute, beside_loop
 from hf_triton.openai.conversation import parse_at
 from hf_triton.openai.encoders import EncoderFields, encode, text_list, texts_or_tokens
-from hf_triton.openai.errors import TEI_RESPONSES, ApiError
+from hf_triton.openai.errors import TEI_PATHS, TEI_RESPONSES, ApiError
 from hf_triton.openai.fields import MAX_TEXTS, Fields, Texts, TokenIds, TokenLists
 from hf_triton.openai.gateway import gateway_of
-from hf_triton.openai.scores import Documents, RerankRequest, rerank
+from hf_triton.openai.scores import SCORE, Documents, RerankRequest, rerank
 from hf_triton.openai.triton import Model
 from hf_triton.openai.triton_messages import (
     CLASSIFICATION,
@@ -36,7 +37,6 @@ from hf_triton.openai.triton_messages import (
 from hf_triton.protocol.ports import JSON_OUTPUT
 
 router = APIRouter(route_class=JsonRoute)
-SCORE: Final = "score"
 ALL: Final = ("all_labels", "all_scores")
 KINDS: Final[Mapping[str, str]] = {
     EMBEDDINGS: "embedding",
@@ -45,6 +45,8 @@ KINDS: Final[Mapping[str, str]] = {
     CLASSIFICATION: "classifier",
 }
 """What `/info` calls a task; another has its own name."""
+MAX_EMBED_ALL: Final = 32
+"""Texts of one request for the vectors of tokens, which take a hundred times the bytes of others."""
 
 
 class TeiFields(EncoderFields):
@@ -76,12 +78,15 @@ class EmbedRequest(TeiFields):
 class EmbedAllRequest(TeiFields):
     """Texts for the vectors of their tokens."""
 
-    inputs: str | Texts
+    inputs: str | Annotated[list[str], annotated_types.MaxLen(MAX_EMBED_ALL)]
     """A text, or a list of them."""
 
 
-class EmbedSparseRequest(EmbedAllRequest):
+class EmbedSparseRequest(TeiFields):
     """Texts for sparse vectors."""
+
+    inputs: str | Texts
+    """A text, or a list of them."""
 
     prompt_name: str | None = None
     """Name of the prompt that the model puts before each text, such as `query`."""
@@ -140,7 +145,7 @@ async def _encode(
     **more: Any,
 ) -> Outputs:
     """As `encode`, with the only model of the task if the body names none."""
-    name = body.model or (await _only_model(request, task)).name
+    name = body.model or request.query_params.get("model") or (await _only_model(request, task)).name
     return await encode(request, body.model_copy(update={"model": name}), task, texts, outputs, **more)
 
 
@@ -152,6 +157,7 @@ async def _only_model(request: Request, task: str | None = None) -> Model:
     """
     models = await gateway_of(request).models.models()
     found = [model for model in models if task in (None, model.folder.task)]
+    found = found or [model for model in models if model.folder.task is None]  # never loaded on demand so far
     if len(found) == 1:
         return found[0]
     names = ", ".join(clip(model.name) for model in found or models)
@@ -159,37 +165,38 @@ async def _only_model(request: Request, task: str | None = None) -> Model:
     raise ApiError(400, f"there are {what}: name one in the field model; there are {names or 'none'}", param="model")
 
 
-@router.post("/embed", responses=TEI_RESPONSES)
-async def embed(body: EmbedRequest, request: Request) -> list[list[float]]:
+@router.post("/", include_in_schema=False)
+@router.post("/embed", responses=TEI_RESPONSES, response_model=list[list[float]])
+async def embed(body: EmbedRequest, request: Request) -> Response:
     """Vectors of texts."""
     name, texts = texts_or_tokens("inputs", body.inputs)
     parameters = {"normalize": body.normalize, "prompt_name": body.prompt_name, "dimensions": body.dimensions}
     outputs = await _encode(
         request, body, EMBEDDINGS, {name: texts}, [EMBEDDING], parameters=parameters, names={name: "inputs"}
     )
-    return _rows(outputs[EMBEDDING], len(texts))
+    return _json(to_json(_rows(outputs[EMBEDDING], len(texts))))
 
 
-@router.post("/embed_all", responses=TEI_RESPONSES)
-async def embed_all(body: EmbedAllRequest, request: Request) -> list[list[list[float]]]:
+@router.post("/embed_all", responses=TEI_RESPONSES, response_model=list[list[list[float]]])
+async def embed_all(body: EmbedAllRequest, request: Request) -> Response:
     """The vectors of each text's tokens, before pooling; by a folder of the task feature-extraction."""
     texts = {"text": text_list("inputs", body.inputs)}
     outputs = await _encode(request, body, FEATURES, texts, [JSON_OUTPUT], names={"text": "inputs"})
-    return [json.loads(text)[0] for text in outputs[JSON_OUTPUT]]
+    vectors = ",".join(text[1:-1] for text in outputs[JSON_OUTPUT])  # each has one row; not read, for its size
+    return _json(f"[{vectors}]")
 
 
-@router.post("/embed_sparse", responses=TEI_RESPONSES)
-async def embed_sparse(body: EmbedSparseRequest, request: Request) -> list[list[dict[str, int | float]]]:
+@router.post("/embed_sparse", responses=TEI_RESPONSES, response_model=list[list[dict[str, int | float]]])
+async def embed_sparse(body: EmbedSparseRequest, request: Request) -> Response:
     """Sparse vectors of texts: weights of tokens of the vocabulary."""
     texts, parameters = {"text": text_list("inputs", body.inputs)}, {"prompt_name": body.prompt_name}
-    outputs = await _encode(
-        request, body, SPARSE, texts, [JSON_OUTPUT], parameters=parameters, names={"text": "inputs"}
-    )
-    vectors = map(json.loads, outputs[JSON_OUTPUT])
-    return [
+    names = {"text": "inputs"}
+    outputs = await _encode(request, body, SPARSE, texts, [JSON_OUTPUT], parameters=parameters, names=names)
+    vectors = [
         [{"index": index, "value": value} for index, value in zip(each["indices"], each["values"], strict=True)]
-        for each in vectors
+        for each in map(json.loads, outputs[JSON_OUTPUT])
     ]
+    return _json(to_json(vectors))
 
 
 @router.post("/similarity", responses=TEI_RESPONSES)
@@ -197,12 +204,12 @@ async def similarity(body: SimilarityRequest, request: Request) -> list[float]:
     """The cosine of a sentence's vector and those of others."""
     place = "inputs.sentences"
     inputs = await beside_loop(request, parse_at, _Sentences, "inputs", body.inputs)
-    texts = [*text_list("inputs.source_sentence", inputs.source_sentence), *text_list(place, inputs.sentences)]
+    texts = [*text_list(place, inputs.sentences), *text_list("inputs.source_sentence", inputs.source_sentence)]
     outputs = await _encode(
         request, body, EMBEDDINGS, {"text": texts}, [EMBEDDING], parameters={"normalize": True}, names={"text": place}
     )
     vectors = np.array(_rows(outputs[EMBEDDING], len(texts)))
-    cosines: list[float] = (vectors[1:] @ vectors[0]).tolist()
+    cosines: list[float] = (vectors[:-1] @ vectors[-1]).tolist()
     return cosines
 
 
@@ -248,19 +255,22 @@ async def rank(body: RankRequest, request: Request) -> Any:
     if body.texts is None:
         given = body.model_dump(include=body.model_fields_set)
         return await rerank(await beside_loop(request, RerankRequest.model_validate, given), request)
-    texts = {"query": [body.query], "documents": text_list("texts", body.texts)}
-    outputs = await _encode(
-        request,
-        body,
-        RERANK,
-        texts,
-        [SCORE],
-        parameters={"raw_scores": body.raw_scores},
-        names={"documents": "texts"},
-    )
+    try:
+        return await _ranks(request, body, body.texts)
+    except ApiError as error:
+        return error.response(TEI_PATHS[0])  # the path has both forms
+
+
+async def _ranks(request: Request, body: RankRequest, given: Sequence[str]) -> list[dict[str, Any]]:
+    for name in ("documents", "top_n", "return_documents"):
+        if name in body.model_fields_set:
+            raise ApiError(400, f"{name} is of another form of this request than texts: leave one out", param=name)
+    texts = {"query": [body.query], "documents": text_list("texts", given)}
+    parameters, names = {"raw_scores": body.raw_scores}, {"documents": "texts"}
+    outputs = await _encode(request, body, RERANK, texts, [SCORE], parameters=parameters, names=names)
     ranks = sorted(enumerate(outputs[SCORE]), key=lambda pair: -pair[1])
     return [
-        {"index": index, "score": score, **({"text": body.texts[index]} if body.return_text else {})}
+        {"index": index, "score": score, **({"text": given[index]} if body.return_text else {})}
         for index, score in ranks
     ]
 
@@ -269,7 +279,7 @@ async def rank(body: RankRequest, request: Request) -> Any:
 async def info(request: Request, model: str | None = None) -> dict[str, Any]:
     """What the only model is, or the one that the query parameter `model` names."""
     gateway = gateway_of(request)
-    served = await _only_model(request) if model is None else await _model(request, model)
+    served = await _model(request, model) if model else await _only_model(request)
     about: dict[str, Any] = {"model_id": served.name, "version": __version__}
     about["max_concurrent_requests"] = gateway.config.max_concurrent_requests
     about["max_client_batch_size"] = MAX_TEXTS
@@ -290,6 +300,11 @@ async def _model(request: Request, name: str) -> Model:
         if served.name == name:
             return served
     raise await models.missing(name)
+
+
+def _json(text: str | bytes) -> Response:
+    """An answer of a million numbers, which FastAPI does not check number by number while other requests wait."""
+    return Response(text, media_type="application/json")
 
 
 def _rows(values: list[Any], num_rows: int) -> list[list[Any]]:

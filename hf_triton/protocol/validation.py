@@ -133,6 +133,9 @@ def _element_problem(model: type[BaseModel], details: Any, errors: Iterable[Any]
             place = name + "".join(f"[{index}]" for index in _position(each))
             message = f"{place} has {len(each['input'])} items, more than the {each['ctx']['max_length']}"
             return Problem(name, f"{message} that are accepted")
+        if each["loc"][:1] == (name,) and each["type"] == "literal_error" and _position(each):
+            place = name + "".join(f"[{index}]" for index in _position(each))
+            return Problem(name, f"{place} must be {each['ctx']['expected']}, got {clip(each['input'])}")
         if each["loc"][:1] == (name,) and each["type"] in ELEMENT_TYPES and _position(each):
             firsts.setdefault(tuple(part for part in each["loc"] if isinstance(part, str)), each)
     if not firsts:

@@ -230,6 +230,21 @@ def test_litellm(gateway: GatewayThread, tmp_path: Path) -> None:
     assert [each["index"] for each in found["results"]] == [each["index"] for each in ours]
 
 
+def test_retrieval_clients(gateway: GatewayThread, tmp_path: Path) -> None:
+    asked = {"texts": TEXTS[:2], "query": QUERY, "documents": DOCUMENTS}
+    script = Path(__file__).parent / "clients" / "retrieval_encoders.py"
+    command = [str(has(CLIENTS / "frameworks" / "bin" / "python")), str(script), gateway.url, json.dumps(asked)]
+    found = json.loads(run(command, tmp_path).splitlines()[-1])
+    expected = reference_embeddings(real_checkpoint(), TEXTS[:2])
+    for client in ("cohere", "hub", "llama_index"):
+        np.testing.assert_allclose(found[client], expected, atol=TOLERANCE)
+    ours = ask(gateway, "/v1/rerank", model="reranker", query=QUERY, documents=DOCUMENTS)["results"]
+    for ranks in found["ranks"].values():
+        assert [index for index, _ in ranks] == [each["index"] for each in ours]
+        assert [score for _, score in ranks] == pytest.approx([each["relevance_score"] for each in ours])
+    assert found["error"] == [404, "the model 'nobody' does not exist; known are minilm, reranker, sentiment, writer"]
+
+
 def test_documented_requests_are_answered(gateway: GatewayThread) -> None:
     text = (ROOT / "docs" / "openai.md").read_text(encoding="utf-8")
     lines = re.findall(

@@ -231,6 +231,13 @@ def test_unload_by_others_and_removed_folder(quick: Path, tmp_path: Path) -> Non
             assert number_of(embed(second, "two")) == 2
 
 
+def test_a_request_that_names_no_model_loads_the_only_one(quick: Path, tmp_path: Path) -> None:
+    shutil.copytree(quick / "two", tmp_path / "two")
+    with served(tmp_path) as server, on_demand(server) as gateway:
+        answer = httpx.post(f"{gateway.url}/embed", json={"inputs": "Today"}, timeout=120)
+        assert answer.json() == [[2, 2]], answer.text
+
+
 def test_folder_that_exists_is_never_404_whoever_unloads_it(server: TritonServer) -> None:
     with on_demand(server) as gateway:
         is_over = threading.Event()

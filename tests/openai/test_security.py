@@ -61,6 +61,15 @@ def test_keys_of_a_file_are_required(triton: TritonServer, keys: Path) -> None:
         assert status(gateway, "/health") == 200
 
 
+def test_the_page_needs_no_key_and_a_request_to_its_address_does(alone: GatewayThread) -> None:
+    assert status(alone, "/") == 200
+    assert httpx.head(f"{alone.url}/").status_code == 200
+    for path in ("/", "/embed", "/v2/embed"):
+        refused = httpx.post(f"{alone.url}{path}", json={"inputs": "a"})
+        assert refused.status_code == 401
+        assert KEY not in refused.text
+
+
 def test_keys_are_replaced_with_their_file(alone: GatewayThread, keys: Path) -> None:
     assert is_accepted(alone)
     new = keys.with_name("new")

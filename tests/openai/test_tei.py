@@ -28,6 +28,7 @@ from tests.support.tasks import save_task_checkpoint
 TOLERANCE = 1e-5
 QUERY = "Where does Anna live?"
 DOCUMENTS = ["bad", "Anna lives in Berlin.", "two boats and one lighthouse"]
+SENTENCES = {"source_sentence": "a", "sentences": ["b", "a " * 900, "c"]}
 PAIR = ["Anna lives in Berlin.", "Where does Anna live?"]
 
 
@@ -102,6 +103,19 @@ def test_the_hubs_client_finds_a_server_of_tei(gateway: GatewayThread) -> None:
         client.feature_extraction(TEXTS[0])
     states = InferenceClient(f"{gateway.url}/embed_all").feature_extraction(TEXTS[0])  # one folder has this task
     assert np.array(states).ndim == 3
+    expected = reference_embeddings(real_checkpoint(), TEXTS[:1])
+    for path in ("/", "/embed"):  # TEI answers its address itself, too
+        vectors = InferenceClient(f"{gateway.url}{path}?model=minilm").feature_extraction(TEXTS[0])
+        np.testing.assert_allclose(vectors, expected, atol=TOLERANCE)
+
+
+def test_the_vectors_of_tokens_are_the_models(gateway: GatewayThread, checkpoints: dict[str, Path]) -> None:
+    found = ask(gateway, "/embed_all", inputs=TEXTS[:2])
+    expected = SentenceTransformer(str(checkpoints["states"]), device="cpu").encode(
+        TEXTS[:2], output_value="token_embeddings", convert_to_tensor=True
+    )
+    for rows, own in zip(found, expected, strict=True):
+        np.testing.assert_allclose(rows, own.numpy(), atol=TOLERANCE)
 
 
 def test_sparse_vectors_are_weights_of_tokens(gateway: GatewayThread, checkpoints: dict[str, Path]) -> None:
@@ -126,6 +140,7 @@ def test_the_other_form_of_rerank_stays(gateway: GatewayThread) -> None:
     answer = ask(gateway, "/rerank", model="reranker", query=QUERY, documents=DOCUMENTS, top_n=1)
     assert len(answer["results"]) == 1
     assert refusal(gateway, "/rerank", query=QUERY)[1]["error"]["message"] == "model is required"
+    assert refusal(gateway, "/rerank", model="nothing", query=QUERY, documents=["a"])[1]["error"]["param"] == "model"
 
 
 def test_predict_gives_all_labels_of_texts_and_pairs(gateway: GatewayThread, checkpoints: dict[str, Path]) -> None:
@@ -174,12 +189,19 @@ def test_info_says_what_a_model_is(gateway: GatewayThread) -> None:
         ("/predict", {"inputs": [[]]}, "inputs must be a text, a pair of texts, or a list of [text]"),
         ("/predict", {"inputs": []}, "inputs must be a text, a pair of texts, or a list of [text]"),
         ("/similarity", {"inputs": {"source_sentence": "a"}}, "inputs.sentences is required"),
+        ("/similarity", {"model": "minilm", "inputs": SENTENCES}, "the inputs.sentences has 902 tokens"),
         ("/embed_sparse", {"inputs": "a", "normalize": True}, "there is no field 'normalize'"),
+        ("/embed_all", {"inputs": ["a"] * 33}, "inputs has 33 items, more than the 32 that are accepted"),
+        ("/rerank", {"model": "nothing", "query": "a", "texts": ["a"]}, "the model 'nothing' does not exist"),
+        ("/rerank", {"query": "a", "texts": []}, "texts is an empty list"),
+        ("/rerank", {"query": "a", "texts": ["a"], "top_n": 1}, "top_n is of another form of this request"),
+        ("/rerank", {"query": "a", "texts": ["a"], "documents": ["b"]}, "documents is of another form of this "),
+        ("/?model=minilm", {"inputs": []}, "inputs is an empty list"),
     ],
 )
 def test_a_wrong_request_gets_an_error_of_tei(gateway: GatewayThread, path: str, body: Any, sentence: str) -> None:
     status, answer = refusal(gateway, path, **body)
-    assert 400 <= status < 500
+    assert status == (404 if "'nothing'" in sentence else 413 if "902 tokens" in sentence else 400)
     assert answer.keys() == {"error", "error_type"}
     assert answer["error"].startswith(sentence)
     assert answer["error_type"] == "Validation"
@@ -199,6 +221,7 @@ def test_the_pages_requests_are_answered(gateway: GatewayThread) -> None:
 
 def test_cohere_embeds_in_each_form(gateway: GatewayThread) -> None:
     kinds = ["float", "base64", "binary", "ubinary"]
+    assert len(ask(gateway, "/v2/embed", model="minilm", texts=["boat " * 900])["embeddings"]["float"]) == 1
     answer = ask(gateway, "/v2/embed", model="minilm", texts=TEXTS, input_type="clustering", embedding_types=kinds)
     expected = reference_embeddings(real_checkpoint(), TEXTS)
     np.testing.assert_allclose(answer["embeddings"]["float"], expected, atol=TOLERANCE)
@@ -225,9 +248,16 @@ def test_the_type_of_input_chooses_the_models_prompt(
 
 
 def test_cohere_reranks(gateway: GatewayThread) -> None:
-    answer = ask(gateway, "/v2/rerank", model="reranker", query=QUERY, documents=DOCUMENTS, top_n=2)
+    long = "boat " * 900  # is cut, as Cohere does
+    answer = ask(gateway, "/v2/rerank", model="reranker", query=QUERY, documents=[*DOCUMENTS, long], top_n=2)
     assert len(answer["results"]) == 2
     assert answer["meta"]["api_version"] == {"version": "2"}
+
+
+def test_coheres_documented_request_is_answered(gateway: GatewayThread) -> None:
+    page = (ROOT / "docs" / "openai.md").read_text(encoding="utf-8")
+    [body] = re.findall(r"^curl localhost:9000/v2/embed .* -d '(.*)'$", page, re.MULTILINE)
+    assert ask(gateway, "/v2/embed", **json.loads(body) | {"model": "prompted"})["embeddings"].keys() == {"float"}
 
 
 @pytest.mark.parametrize(
@@ -239,7 +269,8 @@ def test_cohere_reranks(gateway: GatewayThread) -> None:
         ({"inputs": [{"content": [{"type": "image_url"}]}]}, "inputs[0].content[0].type must be "),
         ({"inputs": [{"content": []}]}, "inputs[0] is empty"),
         ({"texts": ["a"], "truncate": "START"}, "truncate must be "),
-        ({"texts": ["a"], "embedding_types": ["int8"]}, "embedding_types must be "),
+        ({"texts": ["a " * 900], "truncate": "NONE"}, "the texts has 902 tokens"),
+        ({"texts": ["a"], "embedding_types": ["int8"]}, "embedding_types[0] must be 'float', 'base64', "),
         ({"texts": ["a"], "output_dimension": 9999}, "output_dimension must be "),
     ],
 )
