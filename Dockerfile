@@ -31,7 +31,7 @@ RUN pip install --no-cache-dir --constraint constraints.txt torch
 # The library's dependencies, installed with an empty package of its name: a change of code does not reinstall them.
 COPY pyproject.toml hatch_build.py ./
 RUN mkdir hf_triton && touch README.md LICENSE hf_triton/__init__.py \
-    && pip install --no-cache-dir --constraint constraints.txt '.[cpu,cuda,gguf,image,lora,optimize,quantized,tracing]'
+    && pip install --no-cache-dir --constraint constraints.txt '.[audio,cpu,cuda,gguf,image,lora,optimize,quantized,tracing]'
 
 # A pip requirement; empty keeps the pinned version. Only torch and numpy stay pinned with it, because a newer
 # transformers may need newer versions of its other dependencies.

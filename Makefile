@@ -159,6 +159,7 @@ soak: $(SETUP) ## Send 20,000 requests of all kinds and watch the memory
 
 docs: $(SETUP) ## Write the generated tables of README.md and docs/
 	$(BIN)/python scripts/render_docs.py
+	$(BIN)/python scripts/make_dashboard.py
 
 test-page: $(SETUP) ## Test the chat page in a headless Chromium
 	tests/openai/setup.sh

@@ -38,10 +38,11 @@ MAX_FRAMES: Final = 16
 
 CODES: dict[str, str] = {
     "invalid_input": "`text_input` or `messages` is missing, not UTF-8, too large or without a prompt; or the prompt "
-    "is empty, and the model has no token to start with",
+    "is empty, and the model has no token to start with; or audio cannot be read",
     "invalid_parameter": "a parameter has a wrong type or an impossible value, or contradicts another one",
     "unknown_parameter": "no parameter has this name",
-    "context_exceeded": "the prompt, by its bytes or with `max_new_tokens`, does not fit the model's context",
+    "context_exceeded": "the prompt, by its bytes or with `max_new_tokens`, does not fit the model's context; or audio "
+    "is longer than `max_audio_seconds`",
     "memory_exceeded": "prompt and `max_new_tokens` need more KV cache than the model may use",
     "out_of_memory": "the device has not enough memory for this request at the moment; or, at load, for the KV cache",
     "queue_full": "the queue has reached `max_waiting_prompts`; send the request again later",

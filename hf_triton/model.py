@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hf_triton.hub.checkpoint import Checkpoint
     from hf_triton.hub.resolve import Hub
     from hf_triton.protocol.task_declaration import TaskDeclaration
+    from hf_triton.tasks.declared_task import DeclaredTask
     from hf_triton.tasks.encoder_task import EncoderTask
     from hf_triton.tasks.interface import LoadedTask, ResponseConfig
     from hf_triton.tasks.meter import Meter
@@ -115,7 +116,7 @@ class TritonPythonModel(Hooks):
 
 
 def declared_task(
-    own: type[EncoderTask[Any]] | None, settings: ModelSettings, model_folder: Path
+    own: type[DeclaredTask] | None, settings: ModelSettings, model_folder: Path
 ) -> TaskDeclaration | None:
     """What the folder's task takes and gives; None for text generation. Arguments as `folder_task` has them.
 
@@ -134,7 +135,7 @@ def declared_task(
 
 
 def start_service(
-    model: TritonPythonModel, task_class: type[EncoderTask[Any]] | None, config: ResponseConfig, args: Mapping[str, str]
+    model: TritonPythonModel, task_class: type[DeclaredTask] | None, config: ResponseConfig, args: Mapping[str, str]
 ) -> Service:
     """Load the checkpoint and start a folder's task, its metrics and its side of the stream door.
 
@@ -165,7 +166,7 @@ def start_service(
     if settings.metrics:
         num_instances = count_instances(json.loads(args["model_config"]))
         meter = build_meter(lambda: MetricsSink({"model": name, "version": version}), num_instances)
-    start = start_text_generation if task_class is None else partial(start_encoder, task_class)
+    start = start_text_generation if task_class is None else partial(start_declared, task_class)
     task = start(model, settings, args, meter)
     meter.start(task.load)
     poller, tracer = RequestPoller(), build_request_tracer(os.environ, name)
@@ -219,19 +220,18 @@ def start_text_generation(hooks: Hooks, settings: ModelSettings, args: Mapping[s
     )
 
 
-def start_encoder(
-    task_class: type[EncoderTask[Any]], hooks: Hooks, settings: ModelSettings, args: Mapping[str, str], meter: Meter
+def start_declared(
+    task_class: type[DeclaredTask], hooks: Hooks, settings: ModelSettings, args: Mapping[str, str], meter: Meter
 ) -> LoadedTask:
-    """Load an encoder and start its engine. Arguments and errors as in `start_service`."""
+    """Load the model of a task and start its engine. Arguments and errors as in `start_service`."""
     from hf_triton.hub.resolve import Hub
     from hf_triton.tasks.checked_hooks import check_encoder_hooks
-    from hf_triton.tasks.encoding import build_encoder_service
     from hf_triton.triton_backend.process import stop_server
 
     check_encoder_hooks(hooks, task_class.declaration.name)
     hub = Hub(Path(args["model_repository"]), settings, os.environ)
     checkpoint = load(hooks, hub, settings, args, task_class.auto_class)
-    return build_encoder_service(task_class, checkpoint, settings, on_fatal=stop_server, meter=meter, hub=hub)
+    return task_class.start(checkpoint, settings, on_fatal=stop_server, meter=meter, hub=hub)
 
 
 def load(

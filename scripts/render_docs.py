@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from hf_triton.protocol.task_declaration import TaskOptions
 from hf_triton.protocol.validation import allowed, table
 from hf_triton.settings import DoorSettings, FormerName, ModelSettings
 from hf_triton.tasks.metrics import METRICS
-from hf_triton.tasks.registry import ENCODER_TASKS, encoder_task
+from hf_triton.tasks.registry import DECLARED_TASKS, ENCODER_TASKS, task_class
 from hf_triton.tasks.text_generation.response_template import shipped_markers
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -111,13 +111,13 @@ def _ports(ports: Collection[Mapping[str, Any]]) -> str:
     return "\n".join(f"* {kind}: {', '.join(group)}" for kind, group in names.items())
 
 
-def encoder_tasks_list() -> str:
-    """What each task of an encoder takes and gives, and the names that its clients know from other servers."""
+def tasks_list(names: Iterable[str]) -> str:
+    """What each task takes and gives, and the names that its clients know from other servers."""
     lines = []
-    for name in ENCODER_TASKS:
+    for name in names:
         if find_spec(f"hf_triton.tasks.{name.replace('-', '_')}") is None:
             continue
-        task = encoder_task(name)
+        task = task_class(name)
         assert task is not None
         lines += [f"**`{name}`**", "", "* Inputs"]
         for text in task.declaration.texts:
@@ -134,8 +134,8 @@ def encoder_tasks_list() -> str:
 
 
 def task_parameters_tables() -> dict[str, str]:
-    """The request parameters of each task of an encoder that has some of its own."""
-    options = {name: task.declaration.options for name in ENCODER_TASKS if (task := encoder_task(name))}
+    """The request parameters of each task that has some of its own."""
+    options = {name: task.declaration.options for name in DECLARED_TASKS if (task := task_class(name))}
     return {f"{name} parameters": table(own) for name, own in options.items() if own is not TaskOptions}
 
 
@@ -233,7 +233,8 @@ def parts() -> Mapping[str, str]:
         "chat parameters": table(ChatOptions),
         **ports_tables(),
         "response templates": response_templates_table(),
-        "encoder tasks": encoder_tasks_list(),
+        "encoder tasks": tasks_list(ENCODER_TASKS),
+        "speech task": tasks_list(DECLARED_TASKS.keys() - ENCODER_TASKS.keys()),
         **task_parameters_tables(),
         "codes": codes_table(),
         "metrics": metrics_table(),

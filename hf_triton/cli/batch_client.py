@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import uuid
 from collections import deque
 from collections.abc import AsyncGenerator, Iterable
 from typing import Any, Final, Self
@@ -22,6 +21,8 @@ REFUSED: Final = (401, 403)
 WAITS_S: Final = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 """Before a request is sent again; `Retry-After` may make them longer, up to the last one."""
 JSON: Final = {"Content-Type": "application/json"}
+LOCAL: Final = ("localhost", "127.0.0.1", "::1")
+"""Hosts that no proxy of the environment stands before."""
 NUM_AHEAD: Final = 8
 """Requests that may be sent, by those in flight, before the first of them has its result: one that takes long does not
 hold up the others, and the results that wait for it fit into the memory."""
@@ -44,7 +45,13 @@ class BatchClient:
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
         timeout = httpx.Timeout(timeout_s, connect=10.0)
-        self._client = httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=timeout)
+        self._client = httpx.AsyncClient(
+            base_url=url,
+            headers=headers,
+            limits=limits,
+            timeout=timeout,
+            trust_env=httpx.URL(url).host not in LOCAL,
+        )
         self._url = url
         self._model = model
         self._concurrency = concurrency
@@ -64,7 +71,7 @@ class BatchClient:
         """
         try:
             await self._client.get("/health/live", timeout=10.0)
-        except httpx.TransportError:
+        except httpx.RequestError:
             raise self._unreachable() from None
 
     async def results(self, requests: Iterable[BatchRequest]) -> AsyncGenerator[Result]:
@@ -88,7 +95,7 @@ class BatchClient:
             await asyncio.gather(*asked, return_exceptions=True)
 
     async def _ask(self, request: BatchRequest) -> Result:
-        result: Result = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": request.custom_id}
+        result: Result = {**request.names}
         body = request.body if self._model is None else {**request.body, "model": self._model}
         async with self._places:
             try:
@@ -109,7 +116,7 @@ class BatchClient:
         for wait_s in (*WAITS_S, None):
             try:
                 response = await self._client.post(path, content=content, headers=JSON)
-            except httpx.TransportError as error:
+            except httpx.RequestError as error:
                 if isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout):
                     raise
                 if wait_s is None:
@@ -118,7 +125,11 @@ class BatchClient:
             else:
                 if response.status_code in REFUSED:
                     raise ServerError("restricted", f"the gateway at {self._url} refuses the key: set OPENAI_API_KEY")
-                if response.status_code not in BUSY or wait_s is None:
+                if response.status_code not in BUSY:
+                    return response
+                if wait_s is None:
+                    if _is_down(response):
+                        raise self._down()
                     return response
                 await asyncio.sleep(min(max(wait_s, _retry_after_s(response)), WAITS_S[-1]))
         raise AssertionError("the last try returns or raises")
@@ -126,6 +137,17 @@ class BatchClient:
     def _unreachable(self) -> ServerError:
         sentence = f"no gateway answers at {self._url}: start one with `hf-triton serve`, or name it with --url"
         return ServerError("server_unreachable", sentence)
+
+    def _down(self) -> ServerError:
+        sentence = f"the gateway at {self._url} reaches no server: when it does, the same command goes on"
+        return ServerError("server_unreachable", sentence)
+
+
+def _is_down(response: httpx.Response) -> bool:
+    """Whether a busy answer says nothing of its request: no server is behind what answered."""
+    body = _body_of(response)
+    error = body.get("error") if isinstance(body, dict) else None
+    return response.status_code != 429 and (not isinstance(error, dict) or error.get("code") == "unavailable")
 
 
 def _retry_after_s(response: httpx.Response) -> float:

@@ -6,10 +6,10 @@ Results stand in the order of their requests, so those of a stopped run are the 
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 import click
@@ -31,9 +31,16 @@ class BatchRequest:
 
     number: int
     """Of its line, from 1."""
+    id: str
+    """Of its result: a hash of the line, so that a changed request is noticed."""
     custom_id: str
     url: str
     body: dict[str, Any]
+
+    @property
+    def names(self) -> dict[str, str]:
+        """What its result begins with."""
+        return {"id": self.id, "custom_id": self.custom_id}
 
 
 def read_requests(file: BinaryIO) -> Iterator[BatchRequest]:
@@ -68,7 +75,8 @@ def count_requests(file: BinaryIO) -> int:
 
 def _read_line(number: int, line: bytes) -> BatchRequest:
     try:
-        entry = json.loads(line.decode("utf-8").removeprefix(BOM))
+        text = line.decode("utf-8").removeprefix(BOM).strip()
+        entry = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise _wrong(number, f"is not JSON in UTF-8 ({error})") from None
     if not isinstance(entry, dict):
@@ -84,7 +92,7 @@ def _read_line(number: int, line: bytes) -> BatchRequest:
         raise _wrong(number, f"must have a body, an object, got {clip(body)}")
     if body.get("stream"):
         raise _wrong(number, "has stream true, and a batch has whole answers: leave it out")
-    return BatchRequest(number, custom_id, url, body)
+    return BatchRequest(number, f"batch_req_{hashlib.sha256(text.encode()).hexdigest()[:32]}", custom_id, url, body)
 
 
 def _wrong(number: int, sentence: str) -> click.UsageError:
@@ -97,43 +105,44 @@ def has_failed(result: Mapping[str, Any]) -> bool:
     return response is None or response["status_code"] != 200
 
 
-def count_results(path: Path, file: BinaryIO) -> tuple[int, int]:
+def count_results(results: BinaryIO, file: BinaryIO) -> tuple[int, int]:
     """How many results an earlier run has left, and how many of them failed.
 
     A last line that it could not finish is cut off.
 
     Args:
-        path: Of the results; it need not exist.
+        results: A file that is open to read and to append.
         file: The batch file.
 
     Raises:
-        click.UsageError: The file holds something else.
+        click.UsageError: The results are not of these requests; nothing is cut off then.
     """
     num_results = num_failed = num_bytes = 0
-    if not path.exists():
-        return 0, 0
-    with path.open("r+b") as results:
-        requests = read_requests(file)
-        for line in results:
-            if not line.endswith(b"\n"):
-                break
-            request, result = next(requests, None), _read_result(line)
-            if request is None or result.get("custom_id") != request.custom_id:
-                raise click.UsageError(
-                    f"line {num_results + 1} of {path} is not the result of this batch's request of that place: name "
-                    "another file for the results"
-                )
-            num_results += 1
-            num_failed += has_failed(result)
-            num_bytes += len(line)
-        results.truncate(num_bytes)
+    results.seek(0)
+    requests = read_requests(file)
+    for line in results:
+        request = next(requests, None)
+        if request is None or not _is_of(request, line):
+            raise click.UsageError(
+                f"line {num_results + 1} of {results.name} is not the result of this batch's request of that place: "
+                "name another file for the results"
+            )
+        if not line.endswith(b"\n"):
+            break
+        num_results += 1
+        num_failed += has_failed(json.loads(line))
+        num_bytes += len(line)
+    results.truncate(num_bytes)
     return num_results, num_failed
 
 
-def _read_result(line: bytes) -> Mapping[str, Any]:
-    """A result; empty if the line is none."""
+def _is_of(request: BatchRequest, line: bytes) -> bool:
+    """Whether a line is the result of a request, or the beginning of it."""
+    begin = json.dumps(request.names).encode().removesuffix(b"}")
+    if not line.endswith(b"\n"):
+        return line.startswith(begin) or begin.startswith(line)
     try:
         result = json.loads(line)
-    except (ValueError, RecursionError):
-        return {}
-    return result if isinstance(result, dict) and "response" in result else {}
+        return line.startswith(begin) and has_failed(result) in (True, False)
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return False

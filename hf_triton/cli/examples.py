@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from hf_triton.cli.doors import encoder_declaration, mask_token
 from hf_triton.openai.config import GatewayConfig
-from hf_triton.protocol.task_declaration import TaskDeclaration
+from hf_triton.protocol.task_declaration import AUDIO, TaskDeclaration
 from hf_triton.server import TritonServer, open_local
 
 READY: Final = """
@@ -31,6 +31,7 @@ STREAM = """  curl -N -X POST {host}:{port}/v2/models/{name}/generate_stream \\
     -d '{{"text_input":"How can you be","stream":true}}'"""
 OPENAI = """  curl {host}:{port}/v1/{path} -H 'Content-Type: application/json' {key}\\
     -d '{{"model":"{name}",{fields}}}'"""
+SPEECH = """  curl {host}:{port}/v1/audio/transcriptions {key}-F model={name} -F file=@speech.wav"""
 KEY = """-H "Authorization: Bearer $OPENAI_API_KEY" """
 MESSAGES = '[{"role":"user","content":"How can you be"}]'
 PROMPT = '"text_input":"How can you be"'
@@ -91,8 +92,13 @@ def _requests(
     config: Mapping[str, Any], server: TritonServer, gateway: GatewayConfig | None, takes_chats: TakesChats
 ) -> Iterator[tuple[str, str]]:
     """Requests to a folder, each with the kind of model that it is for."""
-    encoder = None if _generates(config) else _encoder(config, server.model_repository / config["name"])
     is_loaded, names = "backend" in config, _ports(config)
+    if AUDIO in names:
+        if gateway is not None:
+            key = KEY if gateway.api_key_file is not None else ""
+            yield AUDIO, SPEECH.format(host=_reachable(gateway.host), port=gateway.port, key=key, name=config["name"])
+        return
+    encoder = None if _generates(config) else _encoder(config, server.model_repository / config["name"])
     if encoder is None and names and "text_input" not in names:  # a task of the folder's own
         return
     fields = PROMPT if encoder is None else encoder[0]

@@ -173,7 +173,7 @@ def _check_folder(folder: Path) -> None:
         raise click.UsageError("a stream door has no model: optimize an encoder's folder")
     if settings.runtime != "torch":
         raise click.UsageError(f"{folder.name} is an optimized folder: optimize the one that it was made of")
-    from hf_triton.hub.pretrained import READ_IMAGES
+    from hf_triton.hub.pretrained import READ_IMAGES, SPEECH
     from hf_triton.tasks.hooks import Hooks
     from hf_triton.tasks.registry import folder_task
 
@@ -182,7 +182,7 @@ def _check_folder(folder: Path) -> None:
     use_standard_cache()
     fetch(folder, settings)
     task = folder_task(own.task_class, settings, folder)
-    if task is None or task.auto_class == "AutoModelForCausalLM":
+    if task is None or task.auto_class in ("AutoModelForCausalLM", SPEECH):
         raise click.UsageError(f"{folder.name} generates text, and optimize is for encoders: serve it as it is")
     if task.auto_class in READ_IMAGES:
         raise click.UsageError(f"{folder.name} reads images, and optimize is for encoders of texts: serve it as it is")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final
 
 import click
 
@@ -24,7 +25,9 @@ from hf_triton.cli.chat import exit_at_sigterm
 from hf_triton.cli.exit_codes import FAILED, INTERRUPTED
 from hf_triton.cli.model_folder import SET
 from hf_triton.cli.say import say
+from hf_triton.errors import HfTritonError, clip
 
+KEY: Final = "OPENAI_API_KEY"
 DEFAULT_URL: Final = "http://localhost:9000"
 Address = tuple[str, str | None]
 """Of a gateway; and the model that it is asked for, whatever a request names."""
@@ -38,10 +41,21 @@ Examples:
 """
 
 
+def _read_url(context: click.Context, option: click.Parameter, value: str | None) -> str | None:
+    if value is None:
+        return None
+    from pydantic import HttpUrl, TypeAdapter, ValidationError
+
+    try:
+        return str(TypeAdapter(HttpUrl).validate_python(value)).rstrip("/").removesuffix("/v1")
+    except ValidationError:
+        raise click.BadParameter(f"it must be as {DEFAULT_URL}, got {clip(value)}") from None
+
+
 @click.command(name="run-batch", epilog=EXAMPLES)
 @click.argument("requests", type=click.File("rb"))
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), required=True, help="File of results.")
-@click.option("--url", metavar="URL", help=f"Address of the gateway.  [default: {DEFAULT_URL}]")
+@click.option("--url", metavar="URL", callback=_read_url, help=f"Address of the gateway.  [default: {DEFAULT_URL}]")
 @click.option("--model", metavar="MODEL", help="Serve this model meanwhile, and ask it whatever a request names.")
 @SET
 @click.option("--concurrency", type=click.IntRange(1, 1024), default=32, show_default=True, help="Requests at a time.")
@@ -65,15 +79,18 @@ def run_batch(
         raise click.UsageError("--url is of a server that runs, and --model serves one: give one of them")
     if model is None and settings:
         raise click.UsageError("--set is for --model")
+    if not (key := os.environ.get(KEY, "")).isascii() or not key.isprintable():
+        raise click.UsageError(f"{KEY} must be letters, digits and signs of ASCII")
     exit_at_sigterm()
     with _seekable(requests) as file:
         num_requests = count_requests(file)
-        num_done, num_failed = (0, 0) if output == STDOUT else count_results(output, file)
-        if num_done:
-            say(f"{num_done:,} of {num_requests:,} have their results already.", err=True)
-        run = _Run(num_requests, num_done, num_failed)
-        if num_done < num_requests:
-            _answer(run, file, output, _gateway(url, model, settings), (concurrency, timeout_s))
+        with _opened(output) as results:
+            num_done, num_failed = count_results(results, file) if _is_kept(output) else (0, 0)
+            if num_done:
+                say(f"{num_done:,} of {num_requests:,} have their results already.", err=True)
+            run = _Run(num_requests, num_done, num_failed)
+            if num_done < num_requests:
+                _answer(run, file, results, _gateway(url, model, settings), (concurrency, timeout_s))
     if run.num_failed:
         say(f"{run.num_failed:,} of {num_requests:,} requests failed: their results say why.", err=True)
         sys.exit(FAILED)
@@ -87,32 +104,32 @@ class _Run:
 
 
 def _answer(
-    run: _Run, file: BinaryIO, output: Path, gateway: AbstractContextManager[Address], limits: tuple[int, float]
+    run: _Run, file: BinaryIO, results: BinaryIO, gateway: AbstractContextManager[Address], limits: tuple[int, float]
 ) -> None:
     """Ask what has no result yet.
 
     Raises:
-        HfTritonError: The gateway cannot be reached, or refuses the key; or the model cannot be served.
+        HfTritonError: The gateway cannot be reached, or refuses the key; the model cannot be served; or the disk is
+            full.
     """
-    with gateway as (url, model), _opened(output) as results:
+    with gateway as (url, model):
         try:
-            asyncio.run(_write_results(run, file, results, (url, os.environ.get("OPENAI_API_KEY"), model, *limits)))
+            asyncio.run(_write_results(run, file, results, (url, os.environ.get(KEY) or None, model, *limits)))
         except KeyboardInterrupt:
             say(f"\nStopped behind {run.num_done:,} of {run.num_requests:,}; the same command goes on.", err=True)
             sys.exit(INTERRUPTED)
 
 
-async def _write_results(run: _Run, file: BinaryIO, results: IO[str], client: tuple[Any, ...]) -> None:
+async def _write_results(run: _Run, file: BinaryIO, results: BinaryIO, client: tuple[Any, ...]) -> None:
     from hf_triton.cli.batch_client import BatchClient
 
     async with BatchClient(*client) as asked:
         await asked.check()
         waiting = islice(read_requests(file), run.num_done, None)
-        with _progress(run.num_requests) as show:
+        with _progress(run.num_requests, run.num_done) as show:
             async with contextlib.aclosing(asked.results(waiting)) as found:
                 async for result in found:
-                    results.write(json.dumps(result) + "\n")
-                    results.flush()
+                    _append(results, json.dumps(result).encode() + b"\n")
                     run.num_done += 1
                     run.num_failed += has_failed(result)
                     show(run.num_done)
@@ -129,21 +146,59 @@ def _seekable(file: BinaryIO) -> Iterator[BinaryIO]:
         yield copy
 
 
+def _is_kept(output: Path) -> bool:
+    """Whether results can be read again: those in a file, and not those that go to a pipe or device."""
+    return output != STDOUT and (output.is_file() or not output.exists())
+
+
 @contextlib.contextmanager
-def _opened(output: Path) -> Iterator[IO[str]]:
-    """What the results are written to, behind those that are there."""
+def _opened(output: Path) -> Iterator[BinaryIO]:
+    """What the results are written to, behind those that are there; a file is this run's alone.
+
+    Raises:
+        click.UsageError: It cannot be opened, or another run writes it.
+    """
     if output == STDOUT:
-        yield sys.stdout
+        yield sys.stdout.buffer
         return
-    with output.open("a", encoding="utf-8") as results:
+    is_kept = _is_kept(output)
+    try:
+        results: BinaryIO = output.open("a+b" if is_kept else "wb")
+    except OSError as error:
+        raise click.UsageError(f"{output} cannot be written: {error.strerror}") from None
+    try:
+        if is_kept:
+            _lock(results)
         yield results
+    finally:
+        with contextlib.suppress(OSError):  # what could not be written is an error already
+            results.close()
+
+
+def _lock(results: BinaryIO) -> None:
+    try:
+        fcntl.flock(results, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise click.UsageError(f"another run writes {results.name}: wait for it, or name another file") from None
+    except OSError:  # a file system without locks
+        pass
+
+
+def _append(results: BinaryIO, line: bytes) -> None:
+    try:
+        results.write(line)
+        results.flush()
+    except BrokenPipeError:  # as `head` ends
+        raise
+    except OSError as error:
+        raise HfTritonError("disk_full", f"the results cannot be written: {error.strerror}") from None
 
 
 @contextlib.contextmanager
 def _gateway(url: str | None, model: str | None, settings: Mapping[str, str]) -> Iterator[Address]:
     """A gateway's address, and the name of the model that is served for this run alone."""
     if model is None:
-        yield (url or DEFAULT_URL).rstrip("/").removesuffix("/v1"), None
+        yield url or DEFAULT_URL, None
         return
     from hf_triton.cli.gateway import GatewayProcess
     from hf_triton.cli.run import serving
@@ -160,7 +215,7 @@ def _gateway(url: str | None, model: str | None, settings: Mapping[str, str]) ->
 
 
 @contextlib.contextmanager
-def _progress(num_requests: int) -> Iterator[Any]:
+def _progress(num_requests: int, num_done: int) -> Iterator[Any]:
     """Show how many are done: a bar on a terminal, otherwise a line for each tenth."""
     if not sys.stderr.isatty():
         step = -(-num_requests // NUM_REPORTS)
@@ -175,5 +230,5 @@ def _progress(num_requests: int) -> Iterator[Any]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
     with Progress(BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as progress:
-        bar = progress.add_task("", total=num_requests)
+        bar = progress.add_task("", total=num_requests, completed=num_done)
         yield lambda done: progress.update(bar, completed=done)

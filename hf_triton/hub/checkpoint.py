@@ -14,6 +14,7 @@ from hf_triton.hub.imports import import_transformers
 from hf_triton.hub.pretrained import (
     IMAGE_CLASSIFIER,
     READ_IMAGES,
+    SPEECH,
     load_config,
     load_image_processor,
     load_model,
@@ -226,7 +227,7 @@ def _take_stop_strings(model: Any) -> tuple[str, ...]:
 def _load_graph(
     folder: Path, config: Any, settings: ModelSettings, placement: Placement, auto_class: str | None
 ) -> Any:
-    if auto_class is None:
+    if auto_class in (None, SPEECH):
         raise SettingsError(
             f"runtime {settings.runtime} is for tasks of encoders, and the folder generates text: set runtime to torch"
         )

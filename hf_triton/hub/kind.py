@@ -27,6 +27,8 @@ TASKS_BY_TABLE: Final[Mapping[str, str]] = {
     "QUESTION_ANSWERING": "question-answering",
     "IMAGE_CLASSIFICATION": "image-classification",
     IMAGES_AND_TEXTS: "embeddings",
+    "SPEECH_SEQ_2_SEQ": "automatic-speech-recognition",
+    "CTC": "automatic-speech-recognition",
 }
 """The task of a table of transformers' models; the first that has a class decides."""
 TASKS_BY_KIND: Final[Mapping[str, str]] = {CROSS_ENCODER: "rerank", SPARSE_ENCODER: "sparse-embeddings"}
@@ -91,7 +93,7 @@ def find_task(folder: Path) -> str | None:
     """What a checkpoint's files say that it does; None if they say nothing of it.
 
     A cross-encoder has one label, and a checkpoint without a head (`BertModel`) makes embeddings. What is not served
-    has another name (`ctc`).
+    has another name (`object-detection`).
     """
     return next(iter(find_tasks(folder)), None)
 

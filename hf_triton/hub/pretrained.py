@@ -40,6 +40,8 @@ IMAGE_CLASSIFIER: Final = "AutoModelForImageClassification"
 IMAGES_AND_TEXTS: Final = "AutoModelForZeroShotImageClassification"
 READ_IMAGES: Final = (IMAGE_CLASSIFIER, IMAGES_AND_TEXTS)
 """Classes of models with an image processor."""
+SPEECH: Final = "AutoModelForSpeechSeq2Seq"
+WHISPER: Final = "WhisperForConditionalGeneration"
 
 
 @contextlib.contextmanager
@@ -344,6 +346,12 @@ def _encoder_class(name: str, settings: ModelSettings, config: Any) -> Any:
 
     if name == "AutoModel":
         return _text_encoder(settings, config)
+    if name == SPEECH and WHISPER not in (config.architectures or ()):
+        raise CheckpointError(
+            "unsupported_model",
+            f"{settings.huggingface_model} is a {architecture_names(config)} according to its config.json, and "
+            f"automatic-speech-recognition serves Whisper ({WHISPER}) alone: choose such a checkpoint",
+        )
     head, auto_class = name.removeprefix("AutoModel"), getattr(transformers, name)
     known = auto_class._model_mapping._model_mapping.values()
     endings = (head, "ForPreTraining") if head == "ForMaskedLM" else (head,)  # whose weights decide

@@ -12,6 +12,7 @@ from fastapi import APIRouter, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 from hf_triton.openai import (
+    audio,
     chat,
     classify,
     cohere,
@@ -59,6 +60,7 @@ ROUTERS: Final[tuple[APIRouter, ...]] = (
     token_tasks.router,
     tei.router,
     cohere.router,
+    audio.router,
     health.router,
 )
 """One for each module of endpoints."""

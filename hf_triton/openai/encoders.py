@@ -137,7 +137,7 @@ def _in_client_words(error: ApiError, part: TextRequest) -> ApiError:
     return ApiError(error.status_code, sentence, type=error.type, param=param, code=error.code)
 
 
-def _longest(texts: Mapping[str, Sequence[str]], names: Mapping[str, str]) -> str:
+def _longest(texts: Mapping[str, Sequence[object]], names: Mapping[str, str]) -> str:
     """The client's name of the input with the most texts."""
     name = max(texts, key=lambda name: len(texts[name]))
     return names.get(name, name)

@@ -277,11 +277,15 @@ def _plain_sentence(request: Request, status: int, error: Exception) -> str:
 
 
 async def _answer_validation_error(request: Request, error: Any) -> JSONResponse:
-    """An error of FastAPI's own checks: no body, no JSON, a wrong content type; fields are checked by `fields.py`."""
+    """An error of FastAPI's own checks: no body, no JSON, a query; a body's fields are checked by `fields.py`."""
     details = error.errors()[0]
     if details["type"] == "json_invalid":
         reason = details.get("ctx", {}).get("error", "")
         answer = ApiError(400, f"the body is not JSON: {reason}", code="invalid_json")
+    elif details["loc"][0] == "query":
+        name, problem = details["loc"][-1], details["msg"].removeprefix("Input ")
+        message = f"{name} {problem}, got {clip(details['input'])}"
+        answer = ApiError(400, message, param=name, code="invalid_parameter")
     elif isinstance(error.body, bytes):
         answer = ApiError(415, "the body must be JSON: send the header `Content-Type: application/json`")
     else:

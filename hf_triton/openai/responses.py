@@ -269,7 +269,7 @@ def _head(body: ResponsesRequest, generation: Generation, keeper: _Keeper) -> di
         "metadata": {},
     }
     try:
-        json.dumps(head, ensure_ascii=False, allow_nan=False).encode()
+        json.dumps([head, keeper.input if head["store"] else ()], ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
         raise ApiError(400, "the request holds NaN, Infinity, or half of a surrogate pair: JSON has none") from None
     return head

@@ -39,7 +39,8 @@ async def list_input_items(
 ) -> dict[str, Any]:
     """The items of a response's own input."""
     stored = _store(request).get(response_id, key_of(request.scope))
-    items = [{"type": "message", "id": f"item_{index}", **item} for index, item in enumerate(stored.input)]
+    # A client's own ids may be null, or be there twice: its pages would never end.
+    items = [{"type": "message", **item, "id": f"item_{index}"} for index, item in enumerate(stored.input)]
     if order == "desc":
         items.reverse()
     if after is not None:

@@ -37,6 +37,7 @@ FILL_MASK: Final = "fill-mask"
 SPARSE: Final = "sparse-embeddings"
 FEATURES: Final = "feature-extraction"
 IMAGE_CLASSIFICATION: Final = "image-classification"
+SPEECH: Final = "automatic-speech-recognition"
 EMBEDDING: Final = "embedding"
 """The output of a model for embeddings."""
 ENDPOINTS: Final[Mapping[str, str]] = {
@@ -49,6 +50,7 @@ ENDPOINTS: Final[Mapping[str, str]] = {
     SPARSE: "/embed_sparse",
     FEATURES: "/embed_all",
     IMAGE_CLASSIFICATION: "/v1/classify with images",
+    SPEECH: "/v1/audio/transcriptions",
 }
 """Where models of each task are asked."""
 TASKS: Final[Mapping[str, str | None]] = {
@@ -58,6 +60,9 @@ TASKS: Final[Mapping[str, str | None]] = {
 }
 """By a model's own task, the one that it has here; None: no endpoint."""
 FORMATS: Final[Mapping[str, str]] = {"UINT32": "I", "INT32": "i", "FP32": "f", "INT64": "q", "UINT64": "Q"}
+
+KINDS: Final = {bool: "bool_param", int: "int64_param", float: "double_param", str: "string_param"}
+"""Where Triton's message has a parameter, by its type."""
 
 Outputs: TypeAlias = dict[str, list[Any]]
 """The outputs of a response by name: strings or numbers, one for each sequence."""
@@ -132,11 +137,11 @@ class TextRequest:
     model: str
     request_id: str
     task: str
-    texts: Mapping[str, Sequence[str]]
-    """The texts of each input."""
+    texts: Mapping[str, Sequence[str | bytes]]
+    """The texts of each input, or its files."""
     outputs: Sequence[str]
     """The outputs to fill."""
-    parameters: Mapping[str, bool | int | str] = field(default_factory=dict)
+    parameters: Mapping[str, bool | int | float | str] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
     """The client's names of our parameters, for error messages."""
     fields: Collection[str] = ()
@@ -239,8 +244,7 @@ def infer_request(folder: Folder, request: Generation | TextRequest, *, is_strea
         else:
             parameters = _add_generation(message, folder, request, is_stream=is_stream)
         for name, value in parameters.items():
-            kind = "bool" if isinstance(value, bool) else "int64" if isinstance(value, int) else "string"
-            setattr(message.parameters[name], f"{kind}_param", value)
+            setattr(message.parameters[name], KINDS[type(value)], value)
     except (UnicodeEncodeError, RecursionError):
         raise ApiError(400, "the request holds half of a surrogate pair, which is not Unicode") from None
     return message
@@ -295,10 +299,10 @@ def _check_required(folder: Folder, what: str) -> None:
         raise ApiError(400, message, param="model", code="unsupported_parameter")
 
 
-def _add_strings(request: Any, folder: Folder, name: str, texts: Sequence[str]) -> None:
+def _add_strings(request: Any, folder: Folder, name: str, texts: Sequence[str | bytes]) -> None:
     shape = [len(texts), 1] if folder.max_batch_size else [len(texts)]
     request.inputs.add(name=name, datatype="BYTES", shape=shape)
-    encoded = [text.encode() for text in texts]
+    encoded = [text if isinstance(text, bytes) else text.encode() for text in texts]
     request.raw_input_contents.append(b"".join(struct.pack("<I", len(text)) + text for text in encoded))
 
 

@@ -46,6 +46,7 @@ MAX_FILLS: Final = 1000
 TEXT: Final = "text"
 PAIR: Final = "text_pair"
 IMAGE: Final = "image"
+AUDIO: Final = "audio"
 TEXTS: Final = TextInput(TEXT, "the texts", TEXT_ALIASES)
 TOKEN_IDS: Final = "token_ids"
 TOKEN_TEXTS: Final = TextInput(
@@ -81,10 +82,16 @@ class TaskOutput:
             raise SettingsError(f"the type of a task's output must be {' or '.join(known)}, got {clip(self.data_type)}")
 
 
-class TaskOptions(BaseModel):
-    """Request parameters that every task of an encoder takes; None means "not given". Subclass it to add some."""
+class DeclaredOptions(BaseModel):
+    """Request parameters of a task; None means "not given"."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class TaskOptions(DeclaredOptions):
+    """Request parameters that every task of an encoder takes. Subclass it to add some."""
 
     truncate: bool | None = None
     """Whether a text that is longer than the model's context is cut at its end; otherwise it is refused. By default the
@@ -104,13 +111,15 @@ class TaskDeclaration:
     texts: tuple[TextInput, ...]
     outputs: Mapping[str, TaskOutput]
     """Beside `output` and `num_input_tokens`, which every task has."""
-    options: type[TaskOptions] = TaskOptions
+    options: type[DeclaredOptions] = TaskOptions
     has_json: bool = True
     """Whether `output` is filled for a client that names no outputs."""
     takes_tokens: bool = False
     """Whether a request may hold token ids in place of the texts, see `token_rows`."""
     other_inputs: Mapping[str, str] = field(default_factory=dict)
     """Optional inputs that are neither texts nor options, with their types; the task's `read` takes them out."""
+    document: str = "docs/encoders.md"
+    """Where its inputs and outputs are described."""
 
     @property
     def all_outputs(self) -> Mapping[str, TaskOutput]:
@@ -183,7 +192,7 @@ def check_task_input(declaration: TaskDeclaration, name: str, data_type: str) ->
     if types is None:
         raise SettingsError(
             f"config.pbtxt declares the input '{name}', which a model for {declaration.name} does not take"
-            f"{suggest(name, declaration.input_types, 'docs/encoders.md')}"
+            f"{suggest(name, declaration.input_types, declaration.document)}"
         )
     if data_type not in types:
         raise SettingsError(f"config.pbtxt declares {name} as {data_type}; it must be {' or '.join(types)}")
@@ -199,7 +208,7 @@ def check_task_output(declaration: TaskDeclaration, name: str, data_type: str) -
     if name not in known:
         raise SettingsError(
             f"config.pbtxt declares the output '{name}', which a model for {declaration.name} does not have"
-            f"{suggest(name, known, 'docs/encoders.md')}"
+            f"{suggest(name, known, declaration.document)}"
         )
     if known[name].data_type != data_type:
         raise SettingsError(f"config.pbtxt declares {name} as {data_type}; it must be {known[name].data_type}")

@@ -20,14 +20,14 @@ from hf_triton.protocol.task_declaration import (
     NUM_TOKENS,
     NUMPY_TYPES,
     TOKEN_IDS,
+    DeclaredOptions,
     TaskDeclaration,
-    TaskOptions,
 )
 from hf_triton.protocol.tensors import Array, encode_strings
 from hf_triton.protocol.token_rows import TokenRow, pad_rows, read_token_rows
 from hf_triton.protocol.validation import suggest, validated, value_type
 
-Options = TypeVar("Options", bound=TaskOptions)
+Options = TypeVar("Options", bound=DeclaredOptions)
 Row = Mapping[str, Any]
 """The texts of one row, by the input's own name; `bytes` of an input of files."""
 
@@ -113,7 +113,7 @@ def _unknown(declaration: TaskDeclaration, name: str) -> RequestError:
     return RequestError(
         "unknown_parameter",
         f"there is no input or parameter {clip(name)} in {declaration.name}"
-        f"{suggest(name, declaration.input_types, 'docs/encoders.md')}",
+        f"{suggest(name, declaration.input_types, declaration.document)}",
     )
 
 

@@ -12,31 +12,34 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, TypeVar
 
 import numpy.typing as npt
 
 from hf_triton.encoder.types import EncoderInput
 from hf_triton.errors import CheckpointError, RequestError
 from hf_triton.protocol.prompts import Limits, decode_token_ids
-from hf_triton.protocol.task_declaration import TOKEN_IDS, TaskDeclaration
-from hf_triton.protocol.task_requests import Options, Row, TaskRequest, TaskResult, read_task_request
+from hf_triton.protocol.task_declaration import TOKEN_IDS, TaskOptions
+from hf_triton.protocol.task_requests import Row, TaskRequest, TaskResult, read_task_request
 from hf_triton.protocol.tensors import Array
 from hf_triton.protocol.token_rows import TokenRow
+from hf_triton.tasks.declared_task import DeclaredTask
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import torch
 
     from hf_triton.hub.checkpoint import Checkpoint
+    from hf_triton.hub.resolve import Hub
     from hf_triton.hub.sentence_files import TransformerConfig
     from hf_triton.hub.sentence_modules import SentenceModules
     from hf_triton.settings import ModelSettings
+    from hf_triton.tasks.encoding import EncoderService
+    from hf_triton.tasks.meter import Meter
 
 
 Merge = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]
 NUM_WINDOW_TOKENIZERS: Final = 8
+Options = TypeVar("Options", bound=TaskOptions)
 
 
 @dataclass(frozen=True)
@@ -49,12 +52,10 @@ class EncodedRow:
     """The task's own."""
 
 
-class EncoderTask(ABC, Generic[Options]):
-    """A task of an encoder. Its methods are called from several threads.
+class EncoderTask(DeclaredTask, ABC, Generic[Options]):
+    """A task of an encoder, see `DeclaredTask`. Its methods are called from several threads.
 
     Attributes:
-        declaration: Its requests and responses.
-        auto_class: The class of transformers that loads the model: `AutoModelForSequenceClassification`, ...
         model_outputs: The fields of the model's output that it needs: `logits`, `last_hidden_state`, ...
         per_token: Whether they have a value for each token, or one for the whole sequence.
         needs_fast_tokenizer: Whether texts are tokenized by a tokenizer.json.
@@ -68,8 +69,6 @@ class EncoderTask(ABC, Generic[Options]):
         LoadError: The checkpoint does not fit the task.
     """
 
-    declaration: ClassVar[TaskDeclaration]
-    auto_class: ClassVar[str] = "AutoModel"
     model_outputs: ClassVar[tuple[str, ...]] = ("logits",)
     per_token: ClassVar[bool] = False
     merge: Merge | None = None
@@ -90,20 +89,19 @@ class EncoderTask(ABC, Generic[Options]):
         self._window_tokenizer = lru_cache(NUM_WINDOW_TOKENIZERS)(self._make_window_tokenizer)
 
     @classmethod
-    def check_config(cls, config: Any, settings: ModelSettings) -> None:
-        """Check what config.json alone says; `hf-triton check` does so without loading the model.
+    def start(
+        cls,
+        checkpoint: Checkpoint,
+        settings: ModelSettings,
+        *,
+        on_fatal: Callable[[], None],
+        meter: Meter,
+        hub: Hub | None = None,
+    ) -> EncoderService:
+        """See `DeclaredTask`."""
+        from hf_triton.tasks.encoding import build_encoder_service
 
-        Raises:
-            CheckpointError: The checkpoint does not fit the task.
-        """
-
-    @classmethod
-    def check_files(cls, folder: Path, settings: ModelSettings) -> None:
-        """Check what the checkpoint's other small files say, as `check_config`.
-
-        Raises:
-            LoadError: The checkpoint does not fit the task.
-        """
+        return build_encoder_service(cls, checkpoint, settings, on_fatal=on_fatal, meter=meter, hub=hub)
 
     def read(
         self, inputs: Mapping[str, Array], parameters: Mapping[str, object], limits: Limits

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from hf_triton.encoder.types import ArrayInput
 from hf_triton.hub.pretrained import loading
 from hf_triton.protocol.task_declaration import IMAGE
-from hf_triton.protocol.task_requests import Options
-from hf_triton.tasks.encoder_task import EncoderTask
+from hf_triton.tasks.encoder_task import EncoderTask, Options
 from hf_triton.tasks.images import read_image
 
 if TYPE_CHECKING:

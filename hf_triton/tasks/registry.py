@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from hf_triton.errors import SettingsError
 from hf_triton.hub.kind import find_task, find_way
@@ -14,7 +14,7 @@ from hf_triton.hub.resolve import Hub
 from hf_triton.settings import ModelSettings
 
 if TYPE_CHECKING:
-    from hf_triton.tasks.encoder_task import EncoderTask
+    from hf_triton.tasks.declared_task import DeclaredTask
 
 ENCODER_TASKS: Final[dict[str, str]] = {
     "embeddings": "Embeddings",
@@ -29,7 +29,9 @@ ENCODER_TASKS: Final[dict[str, str]] = {
     "tokenization": "Tokenization",
     "image-classification": "ImageClassification",
 }
-"""Each is a class in the module of its own name, with underscores."""
+DECLARED_TASKS: Final[dict[str, str]] = {**ENCODER_TASKS, "automatic-speech-recognition": "SpeechRecognition"}
+"""Tasks that generate no text, or none from a prompt. Each is a class in the module of its own name, with
+underscores."""
 
 
 VARIANTS: Final[dict[tuple[str, str], str]] = {
@@ -41,26 +43,26 @@ VARIANTS: Final[dict[tuple[str, str], str]] = {
 """Tasks that some checkpoints do in a way of their own: classes in the module `WAY_TASK`."""
 
 
-def encoder_task(name: str, way: str | None = None) -> type[EncoderTask[Any]] | None:
-    """The class of an encoder's task; None for tasks that generate text.
+def task_class(name: str, way: str | None = None) -> type[DeclaredTask] | None:
+    """The class of a task; None for tasks that generate text.
 
     Args:
         name: As the setting `task` has it.
         way: As `find_way` finds it.
     """
-    if name not in ENCODER_TASKS:
+    if name not in DECLARED_TASKS:
         return None
     variant = VARIANTS.get((name, way or ""))
     module = (name if variant is None else f"{way}_{name}").replace("-", "_")
-    task: type[EncoderTask[Any]] = getattr(
-        importlib.import_module(f"hf_triton.tasks.{module}"), variant or ENCODER_TASKS[name]
+    task: type[DeclaredTask] = getattr(
+        importlib.import_module(f"hf_triton.tasks.{module}"), variant or DECLARED_TASKS[name]
     )
     return task
 
 
 def folder_task(
-    own: type[EncoderTask[Any]] | None, settings: ModelSettings, model_folder: Path
-) -> type[EncoderTask[Any]] | None:
+    own: type[DeclaredTask] | None, settings: ModelSettings, model_folder: Path
+) -> type[DeclaredTask] | None:
     """The class of a folder's task; None if it generates text.
 
     Args:
@@ -81,4 +83,4 @@ def folder_task(
     checkpoint = Hub(model_folder, settings, os.environ).find_config_folder()
     found = checkpoint and not settings.gguf_file and find_task(checkpoint)
     name = settings.task or found or "text-generation"
-    return encoder_task(name, None if checkpoint is None else find_way(checkpoint))
+    return task_class(name, None if checkpoint is None else find_way(checkpoint))

@@ -18,7 +18,7 @@ from hf_triton.hub.checkpoint import Checkpoint, Placement, load_checkpoint
 from hf_triton.hub.pretrained import load_config
 from hf_triton.hub.resolve import Hub
 from hf_triton.settings import ModelSettings
-from hf_triton.tasks.registry import encoder_task
+from hf_triton.tasks.registry import task_class
 from hf_triton.testing import add_tensor, build_tiny_checkpoint
 from tests.support.encoders import build_model
 from tests.support.published_tensors import PUBLISHED, publish
@@ -38,7 +38,7 @@ READY: Mapping[str, tuple[Callable[[Path], Path], str | None]] = {
 
 
 def auto_class_of(task: str | None) -> str | None:
-    kind = encoder_task(task) if task else None
+    kind = task_class(task) if task else None
     return kind.auto_class if kind else None
 
 
@@ -64,7 +64,7 @@ def test_a_ready_folder_loads_what_is_published(name: str, tmp_path: Path) -> No
 
 def test_answers_are_those_of_the_pipeline(tmp_path: Path) -> None:
     folder = publish(save_task_checkpoint(tmp_path / "ner", "bert", "tokens"), "ner")
-    kind = encoder_task("token-classification")
+    kind = task_class("token-classification")
     assert kind is not None
     answers = Served(folder, kind).json(TEXTS[:2])
     expected = reference(folder, "token-classification", TEXTS[:2])

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`hf-triton run-batch` against a real gateway: every request has one result, in order, whatever stops the run."""
 
+import fcntl
 import json
 import os
 import signal
@@ -98,7 +99,7 @@ def test_stopped_three_times_nothing_is_lost_or_twice(gateway: GatewayThread, tm
             assert process.wait(30) == status
         before = out.read_bytes()
         with out.open("ab") as file:
-            file.write(b'{"custom_id": "half a li')
+            file.write(b'{"id": "batch_req_')
     subprocess.run(command, check=True, timeout=200)
     assert out.read_bytes().startswith(before)
     results = results_of(out)
@@ -135,12 +136,62 @@ def test_a_wrong_file_is_refused_before_anything_is_asked(lines: list[str], sent
 
 def test_results_of_another_batch_are_kept(tmp_path: Path) -> None:
     requests = write(tmp_path / "in.jsonl", [line("a")])
-    for content in (requests.read_bytes(), b'{"custom_id": "b", "response": null}\n', b"notes of mine\n"):
+    for content in (
+        requests.read_bytes(),
+        b'{"custom_id": "b", "response": null}\n',
+        b'{"custom_id": "a", "response": "x"}\n',
+        b"notes of mine\n",
+        b'{"notes": "without an end of line"}',
+    ):
         (tmp_path / "out.jsonl").write_bytes(content)
         done = hf_triton("run-batch", str(requests), "-o", str(tmp_path / "out.jsonl"))
         assert done.returncode == 2
         assert "line 1 of " in done.stderr
         assert (tmp_path / "out.jsonl").read_bytes() == content
+
+
+def test_a_changed_request_and_a_second_run_are_refused(gateway: GatewayThread, tmp_path: Path) -> None:
+    requests, out = write(tmp_path / "in.jsonl", [line("a"), line("b")]), tmp_path / "out.jsonl"
+    arguments = ["run-batch", str(requests), "-o", str(out), "--url", gateway.url]
+    assert hf_triton(*arguments).returncode == 0
+    with out.open("r+b") as file:
+        first = file.readline()
+        file.truncate(len(first) + 60)
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert "another run writes " in hf_triton(*arguments).stderr
+    before = out.read_bytes()
+    write(requests, [line("a", max_tokens=2), line("b")])
+    assert "line 1 of " in hf_triton(*arguments).stderr
+    write(requests, [line("a"), line("b", max_tokens=2)])  # half a result of it is there
+    assert "line 2 of " in hf_triton(*arguments).stderr
+    assert out.read_bytes() == before
+    write(requests, [line("a"), line("b")])
+    assert hf_triton(*arguments).returncode == 0
+    assert out.read_bytes().startswith(first)
+    assert [each["custom_id"] for each in results_of(out)] == ["a", "b"]
+
+
+def test_a_full_disk_is_one_sentence(gateway: GatewayThread, tmp_path: Path) -> None:
+    done = hf_triton("run-batch", "-", "-o", "/dev/full", "--url", gateway.url, stdin=line("a"))
+    assert done.returncode == 1
+    assert done.stderr == "error: disk_full: the results cannot be written: No space left on device\n"
+
+
+def test_no_proxy_stands_before_this_machine(gateway: GatewayThread) -> None:
+    proxy = f"http://127.0.0.1:{free_ports(1)[0]}"
+    done = hf_triton("run-batch", "-", "-o", "-", "--url", gateway.url, stdin=line("a"), http_proxy=proxy)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.full
+def test_a_gateway_without_its_server_ends_the_run(tmp_path: Path) -> None:
+    config = GatewayConfig(triton=f"127.0.0.1:{free_ports(1)[0]}", port=0)
+    requests = write(tmp_path / "in.jsonl", [line(str(number)) for number in range(100)])
+    with GatewayThread(config) as alone:
+        done = hf_triton("run-batch", str(requests), "-o", str(tmp_path / "out.jsonl"), "--url", alone.url)
+    assert done.returncode == 4
+    assert "reaches no server: when it does, the same command goes on" in done.stderr
+    assert (tmp_path / "out.jsonl").read_bytes() == b""
 
 
 def test_without_a_gateway_nothing_is_written(tmp_path: Path) -> None:
@@ -190,6 +241,9 @@ def test_a_model_is_served_for_the_run(tmp_path: Path) -> None:
     [
         (["--url", "http://x", "--model", "demo"], "--url is of a server that runs, and --model serves one"),
         (["--set", "dtype=float32"], "--set is for --model"),
+        (["--url", "localhost:9000"], "it must be as http://localhost:9000, got 'localhost:9000'"),
+        (["--url", "http://127.0.0.1:999999"], "it must be as http://localhost:9000, got "),
+        (["-o", "/nowhere/out.jsonl"], "/nowhere/out.jsonl cannot be written: No such file or directory"),
     ],
 )
 def test_wrong_options_are_refused(arguments: list[str], sentence: str, tmp_path: Path) -> None:
@@ -197,3 +251,10 @@ def test_wrong_options_are_refused(arguments: list[str], sentence: str, tmp_path
     done = hf_triton("run-batch", str(requests), "-o", os.devnull, *arguments)
     assert done.returncode == 2
     assert sentence in done.stderr
+
+
+def test_a_key_that_is_no_header_is_refused(tmp_path: Path) -> None:
+    requests = write(tmp_path / "in.jsonl", [line("a")])
+    done = hf_triton("run-batch", str(requests), "-o", os.devnull, OPENAI_API_KEY="schlüssel")
+    assert done.returncode == 2
+    assert done.stderr == "error: wrong_usage: OPENAI_API_KEY must be letters, digits and signs of ASCII\n"

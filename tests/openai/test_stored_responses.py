@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`previous_response_id` and `/v1/responses/{id}` by the real `openai` client."""
 
+import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -60,6 +62,43 @@ def test_pages_of_input_items(client: openai.OpenAI) -> None:
     for order, expected in {"asc": "01234", "desc": "43210"}.items():
         pages = client.responses.input_items.list(made.id, limit=2, order=order)
         assert [item.content for item in pages] == list(expected)
+
+
+def test_pages_end_whatever_ids_a_client_gives(client: openai.OpenAI) -> None:
+    items: list[Any] = [
+        {"type": "message", "role": "user", "content": str(index), "id": name}
+        for index, name in enumerate(["msg_1", "msg_1", None, "msg_1"])
+    ]
+    made = client.responses.create(input=items, **ASKED)
+    pages = client.responses.input_items.list(made.id, limit=1, order="asc")
+    assert [item.content for item in pages] == list("0123")
+
+
+@pytest.mark.parametrize(
+    ("query", "sentence"),
+    [
+        ({"limit": 0}, "limit should be greater than or equal to 1, got '0'"),
+        ({"limit": "many"}, "limit should be a valid integer, unable to parse string as an integer, got 'many'"),
+        ({"order": "up"}, "order should be 'asc' or 'desc', got 'up'"),
+    ],
+)
+def test_a_wrong_page_is_refused(client: openai.OpenAI, query: dict[str, Any], sentence: str) -> None:
+    made = client.responses.create(input="one", **ASKED)
+    with pytest.raises(openai.BadRequestError) as error:
+        client.responses.input_items.list(made.id, extra_query=query)
+    assert error.value.param == next(iter(query))
+    assert error.value.body["message"] == sentence  # type: ignore[index]
+
+
+@pytest.mark.parametrize("value", [float("nan"), "\ud800"], ids=["NaN", "surrogate"])
+def test_what_json_cannot_hold_is_not_kept(gateway: GatewayThread, value: object) -> None:
+    said = [{"type": "output_text", "text": "a", "annotations": [value]}]
+    items = [{"role": "assistant", "content": said}, {"role": "user", "content": "b"}]
+    body = json.dumps({"model": "demo", "input": items, "max_output_tokens": 1})
+    headers = {"content-type": "application/json"}
+    refused = httpx.post(f"{gateway.url}/v1/responses", content=body, headers=headers, timeout=60)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"].startswith("the request holds NaN, Infinity, or half of a surrogate pair")
 
 
 def test_a_call_of_a_tool_is_answered_by_its_output_alone(openai_agent: openai.OpenAI) -> None:

@@ -16,7 +16,7 @@ import tritonclient.grpc
 import tritonclient.http
 
 from hf_triton.openai.config import GatewayConfig
-from hf_triton.tasks.registry import encoder_task
+from hf_triton.tasks.registry import task_class
 from hf_triton.testing import TritonServer
 from tests.support.client import post
 from tests.support.gateway import GatewayThread
@@ -59,8 +59,8 @@ def gateway(server: TritonServer) -> Iterator[GatewayThread]:
 @pytest.fixture(scope="module")
 def expected(checkpoints: dict[str, Path]) -> dict[str, Any]:
     """What the tasks give without a server."""
-    classifier = encoder_task("image-classification")
-    embedder = encoder_task("embeddings", "image")
+    classifier = task_class("image-classification")
+    embedder = task_class("embeddings", "image")
     assert classifier
     assert embedder
     images = {"image": bytes_tensor(FILES)}

@@ -326,7 +326,7 @@ class Front:
 def haproxy(folder: Path, addresses: Mapping[str, str]) -> Iterator[dict[str, Front]]:
     """HAProxy with the example's configuration, before servers whose addresses stand for the ports that it names."""
     assert HAPROXY is not None
-    text = (ROOT / "examples" / "haproxy.cfg").read_text()
+    text = (ROOT / "deploy" / "haproxy" / "canary.cfg").read_text()
     ports = dict(zip(("8080", "8081"), map(str, free_ports(2)), strict=True))
     for port, url in addresses.items():
         ports[port] = url.rpartition(":")[2]

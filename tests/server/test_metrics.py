@@ -14,17 +14,21 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoTokenizer
 
+from hf_triton.openai.config import GatewayConfig
 from hf_triton.server import free_ports
 from hf_triton.tasks.metrics import METRICS
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from tests.support.client import generate, infer, post
-from tests.support.paths import ROOT
+from tests.support.gateway import GatewayThread
+from tests.support.paths import ROOT, load_script
 from tests.support.slow_model import slow_model
 
 pytestmark = pytest.mark.full
@@ -293,14 +297,22 @@ def test_promtool_has_nothing_to_say(server: TritonServer) -> None:
 
 
 @pytest.fixture(scope="module")
-def query(server: TritonServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], list[Any]]]:
-    """Asks a Prometheus that scrapes the server."""
+def gateway(server: TritonServer) -> Iterator[GatewayThread]:
+    with GatewayThread(GatewayConfig(triton=server.grpc_url, port=0)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def query(
+    server: TritonServer, gateway: GatewayThread, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str], list[Any]]]:
+    """Asks a Prometheus that scrapes the server and a gateway in front of it."""
     folder = tmp_path_factory.mktemp("prometheus")
     [port] = free_ports(1)
-    target = urllib.parse.urlsplit(server.metrics_url).netloc
+    targets = [urllib.parse.urlsplit(url).netloc for url in (server.metrics_url, gateway.url)]
     config = {
         "global": {"scrape_interval": "500ms"},
-        "scrape_configs": [{"job_name": "triton", "static_configs": [{"targets": [target]}]}],
+        "scrape_configs": [{"job_name": "triton", "static_configs": [{"targets": targets}]}],
     }
     (folder / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML
     command = [
@@ -364,5 +376,35 @@ def test_documented_queries_have_answers(server: TritonServer, query: Callable[[
         def has_numbers(expression: str = expression) -> bool:
             values = [each["value"][1] for each in query(expression) if each["metric"].get("model") == "continuous"]
             return bool(values) and "NaN" not in values
+
+        assert until(has_numbers), expression
+
+
+def of_deployment() -> Iterator[str]:
+    """The queries of Grafana's dashboard and of the alerts, for any model and outcome, without thresholds."""
+    for _, row in load_script("make_dashboard").panels():
+        for panel in row:
+            if panel.needs not in ("GPU", "on demand", "streams"):
+                yield from panel.queries.values()
+    for group in yaml.safe_load((ROOT / "deploy" / "prometheus" / "alerts.yml").read_text())["groups"]:
+        for rule in group["rules"]:
+            if "model_loads" not in rule["expr"]:
+                yield re.sub(r" [>=]=? [\d.]+", "", re.sub(r'(outcome|status)=~"[^"]*"', r'\1=~".*"', rule["expr"]))
+
+
+def test_the_dashboards_and_the_alerts_queries_have_answers(
+    server: TritonServer, gateway: GatewayThread, query: Callable[[str], list[Any]]
+) -> None:
+    for expression in of_deployment():
+        asked = expression.replace("$model", ".*").replace("$__rate_interval", "5s").replace("[5m]", "[5s]")
+
+        def has_numbers(asked: str = asked) -> bool:
+            infer(server, "continuous", ["one", "two"], parameters={"max_new_tokens": 6})
+            generate(server, "continuous", "x", no_such_parameter=1)
+            body = {"model": "continuous", "prompt": "a", "max_tokens": 2}
+            httpx.post(f"{gateway.url}/v1/completions", json=body)
+            httpx.get(f"{gateway.url}/v1/models")
+            values = [each["value"][1] for each in query(asked)]
+            return any(value != "NaN" for value in values)
 
         assert until(has_numbers), expression

@@ -28,6 +28,7 @@ from hf_triton.runner.adapter_files import _check_method
 from hf_triton.runner.cpu.availability import runs_numba
 from hf_triton.server import find_tritonserver
 from hf_triton.settings import ModelSettings
+from hf_triton.tasks.audio import import_soundfile
 from tests.support.paths import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -100,7 +101,7 @@ def test_every_named_extra_exists() -> None:
     paths = [*(ROOT / "hf_triton").rglob("*.py"), *(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
     named = {name for path in paths for name in re.findall(r"hf-triton\[([\w,-]+)\]", path.read_text())}
     assert {part for name in named for part in name.split(",")} <= set(EXTRAS)
-    assert {"cpu", "lora", "optimize", "quantized", "server", "tracing"} <= named
+    assert {"audio", "cpu", "lora", "optimize", "quantized", "server", "tracing"} <= named
 
 
 def test_no_message_sends_to_make() -> None:
@@ -138,6 +139,10 @@ def compile_kernels(_: Path) -> None:
     runs_numba()
 
 
+def read_sound(_: Path) -> None:
+    import_soundfile()
+
+
 def plot(_: Path) -> None:
     new_figure()
 
@@ -149,6 +154,7 @@ def plot(_: Path) -> None:
         ("peft", "peft", read_adapter),
         ("gguf", "gguf", read_gguf),
         ("pillow", "PIL", read_images),
+        ("soundfile", "soundfile", read_sound),
         ("numba", "hf_triton.runner.cpu.llvm", compile_kernels),
         ("opentelemetry-sdk", "opentelemetry.sdk.trace", trace),
         ("matplotlib", "matplotlib.figure", plot),

@@ -18,6 +18,7 @@ from hf_triton.errors import CancelledError, GenerationError, HfTritonError, Req
 from hf_triton.protocol.options import RequestOptions
 from hf_triton.protocol.ports import OUTPUTS
 from hf_triton.protocol.requests import GenerationRequest
+from hf_triton.protocol.structured_output import Grammar
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.types import TokenLogprobs
 from hf_triton.tasks.checked_hooks import CheckedHooks
@@ -475,7 +476,7 @@ def test_structured_output_has_no_stopping_rule() -> None:
         def is_complete(self, text: str) -> bool:
             raise AssertionError("it is not to be asked")
 
-    made, reply = answering(replace(prompt_of("x"), constraint=cast(Any, object)), hooks=Short())
+    made, reply = answering(prompt_of("x", grammar=Grammar("regex", "a", "guided_regex")), hooks=Short())
     assert not GROUPS[made][0].listens_to_tokens
     assert not reply.results
 

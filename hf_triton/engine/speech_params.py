@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What goes in and out of the engine of speech. Knows no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from hf_triton.engine.group import Group, Listener
+
+
+@dataclass(frozen=True)
+class SpeechParams:
+    """What is done with an audio; equal ones may share a batch."""
+
+    task: Literal["transcribe", "translate"] | None
+    """None: the model knows one task and one language."""
+    timestamps: Literal["none", "segment", "word"] = "none"
+    prompt_ids: tuple[int, ...] = ()
+    """Of an initial prompt, its special token first."""
+    temperature: float | None = None
+    """None: greedy."""
+    max_new_tokens: int | None = None
+    """Of each window; None: as the checkpoint says."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A part of a transcript, as the model divides it by its timestamps."""
+
+    start_s: float
+    end_s: float
+    token_ids: list[int]
+    token_ends_s: list[float] | None
+    """When each token ends; None unless words have timestamps."""
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """What the model heard."""
+
+    segments: list[Segment]
+    language_id: int | None
+    """The token of the language, given or detected; None: the model knows one language."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens of all segments."""
+        return [token_id for segment in self.segments for token_id in segment.token_ids]
+
+
+class SpeechListener(Listener[Transcript]):
+    """Follows the audios of one request, see `Listener`."""
+
+    def on_begin(self) -> None:
+        """The model begins with one of them. Must not raise."""
+
+
+@dataclass(eq=False)
+class SpeechGroup(Group[Transcript]):
+    """One audio."""
+
+    samples: npt.NDArray[np.float32]
+    """At the model's rate, `[samples]`."""
+    params: SpeechParams
+    language_id: int | None = None
+    """The language's token; None: the model detects it."""
+    listener: SpeechListener = field(default_factory=SpeechListener, kw_only=True)

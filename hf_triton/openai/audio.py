@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`POST /v1/audio/transcriptions` and `/v1/audio/translations`: the text of an audio file, from folders of Whisper."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import AsyncExitStack
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
+
+import annotated_types
+from fastapi import APIRouter, Request
+from starlette.datastructures import FormData, UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+from hf_triton.openai.disconnect import run_while_connected
+from hf_triton.openai.errors import RESPONSES, ApiError
+from hf_triton.openai.fields import IGNORED, Fields, Ignored
+from hf_triton.openai.gateway import gateway_of, request_id_of
+from hf_triton.openai.sse import EventStream, event
+from hf_triton.openai.triton_messages import SPEECH, TextRequest
+from hf_triton.protocol.ports import JSON_OUTPUT
+from hf_triton.protocol.task_declaration import AUDIO
+from hf_triton.protocol.validation import parse_boolean
+
+router = APIRouter()
+
+FILE: Final = "file"
+GRANULARITIES: Final = "timestamp_granularities"
+MAX_FIELDS: Final = 32
+MAX_FIELD_BYTES: Final = 64 << 10
+NAMES: Final = {AUDIO: FILE, "return_timestamps": GRANULARITIES}
+"""The client's names of our parameters."""
+FORMATS: Final = {
+    200: {"description": "The text, in the form of `response_format`.", "content": {"text/plain": {}}},
+    **RESPONSES,
+}
+
+
+class SpeechFields(Fields):
+    """OpenAI's fields beside the file, of which both endpoints take these."""
+
+    model: Annotated[str, annotated_types.MinLen(1)]
+    """One of `/v1/models`."""
+
+    prompt: str | None = None
+    """Text as it may stand before the audio's: names and words to expect, and a style."""
+
+    response_format: Literal["json", "text", "srt", "vtt", "verbose_json"] = "json"
+    """`srt` and `vtt` are subtitles; `verbose_json` has the times of segments, or of words."""
+
+    temperature: Annotated[float, annotated_types.Ge(0), annotated_types.Le(2)] | None = None
+    """0, the default, takes the most likely tokens."""
+
+
+class TranslationFields(SpeechFields):
+    """The fields of `/v1/audio/translations`."""
+
+
+class TranscriptionFields(SpeechFields):
+    """The fields of `/v1/audio/transcriptions`."""
+
+    ignored: ClassVar[Mapping[str, Ignored]] = {
+        **IGNORED,
+        "chunking_strategy": Ignored(("auto",), is_hint=True),
+        "include": Ignored(is_hint=True),
+    }
+
+    language: str | None = None
+    """Language of the audio, by its code or its English name; by default the model detects it."""
+
+    timestamp_granularities: list[Literal["segment", "word"]] | None = None
+    """For `verbose_json`: whose times it has. By default those of segments."""
+
+    stream: bool | None = None
+    """Whether to send the text as server-sent events, when it is whole."""
+
+
+AnyFields = TypeVar("AnyFields", bound=SpeechFields)
+
+
+def _form(fields: type[SpeechFields]) -> dict[str, Any]:
+    """The OpenAPI document's part for a form of fields and a file."""
+    schema = fields.model_json_schema()
+    properties = {f"{name}[]" if name == GRANULARITIES else name: own for name, own in schema["properties"].items()}
+    file = {"type": "string", "format": "binary", "description": "The audio: WAV, FLAC, OGG, MP3 or AIFF."}
+    schema |= {"properties": {FILE: file, **properties}, "required": [FILE, *schema["required"]]}
+    return {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": schema}}}}
+
+
+@router.post("/v1/audio/transcriptions", responses=FORMATS, openapi_extra=_form(TranscriptionFields))
+async def transcribe(request: Request) -> Response:
+    """The text of an audio file, in its own language."""
+    body, data = await _read_form(request, TranscriptionFields)
+    wanted = body.timestamp_granularities or ["segment"]
+    is_verbose = body.response_format == "verbose_json"
+    if body.timestamp_granularities and not is_verbose:
+        raise ApiError(400, f"{GRANULARITIES} is for response_format verbose_json", param=GRANULARITIES)
+    if body.stream and body.response_format not in ("json", "text"):
+        message = "stream true sends the text alone: leave it out, or set response_format to json"
+        raise ApiError(400, message, param="stream", code="unsupported_parameter")
+    words = {"return_timestamps": "word"} if is_verbose and "word" in wanted else {}
+    found = await _transcript(request, body, data, "transcribe", language=body.language, **words)
+    if body.stream:
+        return EventStream(request, _events(found))
+    if is_verbose:
+        return JSONResponse(_verbose(found, "transcribe", wanted))
+    return _written(found, body.response_format)
+
+
+@router.post("/v1/audio/translations", responses=FORMATS, openapi_extra=_form(TranslationFields))
+async def translate(request: Request) -> Response:
+    """The text of an audio file, in English."""
+    body, data = await _read_form(request, TranslationFields)
+    found = await _transcript(request, body, data, "translate")
+    if body.response_format == "verbose_json":
+        return JSONResponse(_verbose({**found, "language": "english"}, "translate", ["segment"]))
+    return _written(found, body.response_format)
+
+
+# --- the form --------------------------------------------------------------------------------------------------------
+
+
+class _Parser(MultiPartParser):
+    """Keeps the file in memory, where the limit of bodies bounds it: the gateway writes no audio to a disk."""
+
+    spool_max_size = 1 << 62
+
+
+async def _read_form(request: Request, fields: type[AnyFields]) -> tuple[AnyFields, bytes]:
+    """The fields of a form, and its file.
+
+    Raises:
+        ApiError: It is no form, has no file, or a field is wrong.
+    """
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "multipart/form-data":
+        raise ApiError(415, "the body must be a form with a file: send it as multipart/form-data")
+    try:
+        body = b"".join([piece async for piece in request.stream()])
+    except ClientDisconnect:
+        raise ApiError(499, "the client disconnected", code="cancelled") from None
+    async with AsyncExitStack() as stack:
+        form = await _parse_form(request, body)
+        stack.push_async_callback(form.close)
+        values = dict(_values(form))
+        file = values.pop(FILE, None)
+        checked = fields.model_validate(values)
+        if not isinstance(file, UploadFile):
+            message = f"{FILE} is required: send the audio as a file with a name"
+            raise ApiError(400, message, param=FILE, code="missing_required_parameter")
+        return checked, await file.read()
+
+
+async def _parse_form(request: Request, body: bytes) -> FormData:
+    async def whole() -> AsyncGenerator[bytes]:
+        yield body
+
+    parser = _Parser(request.headers, whole(), max_files=1, max_fields=MAX_FIELDS, max_part_size=MAX_FIELD_BYTES)
+    try:
+        return await parser.parse()
+    except MultiPartException as error:
+        raise ApiError(400, f"the body is no form that can be read: {error.message.rstrip('.')}") from None
+
+
+def _values(form: FormData) -> Iterator[tuple[str, object]]:
+    """The fields by name, those that are not empty; a name that ends in `[]` is a list.
+
+    Raises:
+        ApiError: A field is given twice.
+    """
+    for key in form:
+        name, values = key.removesuffix("[]"), form.getlist(key)
+        if name == GRANULARITIES:
+            yield name, values
+        elif len(values) > 1:
+            raise ApiError(400, f"{name} is given {len(values)} times: give it once", param=name)
+        elif values != [""]:
+            yield name, _read(name, values[0])
+
+
+def _read(name: str, value: str | UploadFile) -> object:
+    """A field's text as its type; one that cannot be read is left for validation to refuse."""
+    if not isinstance(value, str):
+        return value if name == FILE else (value.filename or FILE)
+    if name == "temperature":
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return parse_boolean(value) if name == "stream" else value
+
+
+# --- the model -------------------------------------------------------------------------------------------------------
+
+
+async def _transcript(
+    request: Request, body: SpeechFields, data: bytes, task: str, **parameters: str | None
+) -> dict[str, Any]:
+    """The model's output `output` for an audio.
+
+    Raises:
+        ApiError: The request is refused, the model has another task, or the client has left.
+    """
+    gateway = gateway_of(request)
+    is_timed = body.response_format not in ("json", "text")
+    given: dict[str, Any] = {
+        "task": task,
+        "prompt": body.prompt,
+        "temperature": body.temperature,
+        "return_timestamps": "segment" if is_timed else None,
+        **parameters,
+    }
+    asked = TextRequest(
+        body.model,
+        request_id_of(request),
+        SPEECH,
+        {AUDIO: [data]},
+        [JSON_OUTPUT],
+        {name: value for name, value in given.items() if value is not None},
+        NAMES,
+        {FILE, *body.model_fields_set},
+    )
+    try:
+        async with asyncio.timeout(gateway.config.timeout_s):
+            outputs = await run_while_connected(request.receive, gateway.models.generate(asked))
+    except TimeoutError:
+        message = f"the audio was not done within {gateway.config.timeout_s:g} s: send a shorter one"
+        raise ApiError(504, message, code="deadline_exceeded") from None
+    found: dict[str, Any] = json.loads(outputs[JSON_OUTPUT][0])
+    return found
+
+
+# --- the answer ------------------------------------------------------------------------------------------------------
+
+
+def _usage(found: Mapping[str, Any]) -> dict[str, Any]:
+    """OpenAI's usage of a model that is paid by the second."""
+    return {"type": "duration", "seconds": math.ceil(found["duration"])}
+
+
+async def _events(found: Mapping[str, Any]) -> AsyncGenerator[bytes]:
+    yield event({"type": "transcript.text.delta", "delta": found["text"]})
+    yield event({"type": "transcript.text.done", "text": found["text"], "usage": _usage(found)})
+
+
+def _verbose(found: Mapping[str, Any], task: str, wanted: list[Literal["segment", "word"]]) -> dict[str, Any]:
+    answer = {"task": task, **{name: found[name] for name in ("language", "duration", "text")}}
+    if "segment" in wanted:
+        answer["segments"] = [
+            {"id": index, "start": start_s, "end": end_s, "text": text}
+            for index, (start_s, end_s, text) in enumerate(_timed(found["chunks"]))
+        ]
+    if "word" in wanted:
+        answer["words"] = [
+            {"word": text, "start": start_s, "end": end_s} for start_s, end_s, text in _timed(found["words"])
+        ]
+    return {**answer, "usage": _usage(found)}
+
+
+def _timed(chunks: list[dict[str, Any]]) -> Iterator[tuple[float, float, str]]:
+    return ((*chunk["timestamp"], chunk["text"]) for chunk in chunks)
+
+
+def _written(found: Mapping[str, Any], form: str) -> Response:
+    """The text as JSON, as it is, or as subtitles."""
+    if form == "json":
+        return JSONResponse({"text": found["text"], "usage": _usage(found)})
+    if form == "text":
+        return PlainTextResponse(f"{found['text']}\n")
+    point = "," if form == "srt" else "."
+    cues = [
+        f"{_clock(start_s, point)} --> {_clock(end_s, point)}\n{' '.join(text.split()).replace('-->', '->')}\n"
+        for start_s, end_s, text in _timed(found["chunks"])
+    ]
+    if form == "vtt":
+        return PlainTextResponse("\n".join(["WEBVTT\n", *cues]))
+    return PlainTextResponse("\n".join(f"{number}\n{cue}" for number, cue in enumerate(cues, 1)))
+
+
+def _clock(seconds: float, point: str) -> str:
+    """Hours, minutes, seconds and milliseconds."""
+    minutes, milliseconds = divmod(round(seconds * 1000), 60_000)
+    return f"{minutes // 60:02}:{minutes % 60:02}:{milliseconds // 1000:02}{point}{milliseconds % 1000:03}"

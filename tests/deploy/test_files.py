@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files of deploy/: valid by the schemas of what reads them, and true of what they deploy."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from hf_triton.cli import cli
+from hf_triton.errors import CODES
+from hf_triton.openai.health import LIVE_PATHS, READY_PATHS
+from hf_triton.openai.metrics import Metrics
+from hf_triton.tasks.metrics import METRICS
+from tests.support.paths import ROOT, load_script
+
+DEPLOY = ROOT / "deploy"
+OVERLAYS = sorted(path.parent.name for path in (DEPLOY / "kubernetes" / "overlays").glob("*/kustomization.yaml"))
+KUBERNETES = "1.32"
+PROGRAMS = ROOT / ".venv" / "programs"
+DASHBOARD = load_script("make_dashboard")
+GATEWAY_PORT, METRICS_PORT = 9000, 8002
+PORTS = {"http": 8000, "grpc": 8001, "metrics": METRICS_PORT, "openai": GATEWAY_PORT}
+
+
+def program(name: str) -> str:
+    found = shutil.which(name, path=os.pathsep.join([str(PROGRAMS / "bin"), os.environ["PATH"]]))
+    if found is None:
+        pytest.skip(f"there is no {name}")
+    return found
+
+
+def run(*command: str) -> str:
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(PROGRAMS / "lib")}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# --- Kubernetes ------------------------------------------------------------------------------------------------------
+
+
+def rendered(overlay: str) -> dict[str, Any]:
+    """The objects of an overlay, by kind."""
+    text = run(program("kubectl"), "kustomize", str(DEPLOY / "kubernetes" / "overlays" / overlay))
+    return {document["kind"]: document for document in yaml.safe_load_all(text)}
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_an_overlay_is_what_kubernetes_takes(overlay: str) -> None:
+    objects = rendered(overlay)
+    for document in objects.values():
+        kubernetes_validate.validate(document, KUBERNETES, strict=True)
+    pod = objects["Deployment"]["spec"]["template"]
+    labels = pod["metadata"]["labels"].items()
+    selectors = [
+        objects["Deployment"]["spec"]["selector"]["matchLabels"],
+        objects["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"],
+        objects["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"],
+        objects["Service"]["spec"]["selector"],
+    ]
+    assert all(selector.items() <= labels for selector in selectors)
+    [container] = pod["spec"]["containers"]
+    volumes = {volume["name"] for volume in pod["spec"]["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_a_pod_runs_a_command_that_there_is(overlay: str) -> None:
+    [container] = rendered(overlay)["Deployment"]["spec"]["template"]["spec"]["containers"]
+    assert container["args"][:2] == ["hf-triton", "serve"]
+    options = [word.partition("=")[0] for word in container["args"] if word.startswith("--")]
+    text = CliRunner().invoke(cli, ["serve", "--help"]).output
+    assert [option for option in options if option not in text] == []
+    assert {port["name"]: port["containerPort"] for port in container["ports"]} == PORTS
+    assert container["readinessProbe"]["httpGet"]["path"] in READY_PATHS
+    assert container["livenessProbe"]["httpGet"]["path"] in LIVE_PATHS
+
+
+def test_a_pod_has_no_rights_and_its_own_ports_are_closed() -> None:
+    objects = rendered("cpu")
+    spec = objects["Deployment"]["spec"]["template"]["spec"]
+    [container] = spec["containers"]
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert spec["automountServiceAccountToken"] is False
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    rules = objects["NetworkPolicy"]["spec"]["ingress"]
+    assert [port["port"] for rule in rules if "from" not in rule for port in rule["ports"]] == ["openai"]
+    assert "--api-key-file=/run/secrets/hf-triton/api-keys" in container["args"]
+    sleep_s = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert sleep_s + 60 < spec["terminationGracePeriodSeconds"]
+
+
+def test_the_autoscalers_read_a_metric_that_there_is() -> None:
+    [metric] = rendered("gpu")["HorizontalPodAutoscaler"]["spec"]["metrics"]
+    components = DEPLOY / "kubernetes" / "components"
+    texts = [(components / name).read_text() for name in ("hpa/prometheus-adapter.yaml", "keda/scaledobject.yaml")]
+    assert metric["pods"]["metric"]["name"] in {each.name for each in METRICS}
+    assert all(metric["pods"]["metric"]["name"] in text for text in texts)
+    assert "replicas" not in rendered("gpu")["Deployment"]["spec"]
+
+
+# --- Compose ---------------------------------------------------------------------------------------------------------
+
+
+def test_compose_takes_its_files() -> None:
+    files = [str(DEPLOY / name) for name in ("compose.yaml", "compose.gpu.yaml")]
+    run(str(ROOT / ".venv" / "bin" / "check-jsonschema"), "--builtin-schema", "vendor.compose-spec", *files)
+    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    for service in services.values():
+        assert service["read_only"] is True
+        assert service["cap_drop"] == ["ALL"]
+        for volume in service.get("volumes", ()):
+            source = volume.partition(":")[0]
+            assert not source.startswith("./") or (DEPLOY / source).exists(), volume
+    published = [port for service in services.values() for port in service["ports"]]
+    assert [port.rpartition(":")[2] for port in published] == ["9000", "9090", "3000", "8080"]
+
+
+# --- Prometheus and Grafana ------------------------------------------------------------------------------------------
+
+
+def test_promtool_takes_the_alerts() -> None:
+    run(program("promtool"), "check", "rules", str(DEPLOY / "prometheus" / "alerts.yml"))
+
+
+def test_prometheus_asks_the_ports_of_compose() -> None:
+    config = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
+    targets = [job["static_configs"][0]["targets"] for job in config["scrape_configs"]]
+    assert targets == [[f"server:{METRICS_PORT}"], [f"server:{GATEWAY_PORT}"]]
+
+
+def expressions() -> Iterator[str]:
+    for group in yaml.safe_load((DEPLOY / "prometheus" / "alerts.yml").read_text())["groups"]:
+        yield from (rule["expr"] for rule in group["rules"])
+    for _, row in DASHBOARD.panels():
+        yield from (query for panel in row for query in panel.queries.values())
+
+
+def test_queries_name_metrics_and_outcomes_that_there_are() -> None:
+    own = {metric.name for metric in METRICS}
+    gateway = {sample.name for metric in Metrics().registry.collect() for sample in metric.samples}
+    gateway |= {f"{metric.name}{end}" for metric in Metrics().registry.collect() for end in ("", "_total", "_bucket")}
+    known = own | gateway | {f"{name}_bucket" for name in own}
+    for expression in expressions():
+        names = set(re.findall(r"\bhf_triton_\w+", expression))
+        assert names <= known, names - known
+        for codes in re.findall(r'outcome=~"([^"]+)"', expression):
+            assert set(codes.split("|")) <= CODES.keys()
+
+
+def test_the_dashboard_is_made_of_the_declarations() -> None:
+    path: Path = DASHBOARD.PATH
+    assert path.read_text(encoding="utf-8") == DASHBOARD.text(), "run make docs"
+    board = json.loads(path.read_text(encoding="utf-8"))
+    shown = " ".join(target["expr"] for panel in board["panels"] for target in panel.get("targets", ()))
+    absent = {"hf_triton_kv_cache_tokens", "hf_triton_kv_cache_max_tokens"}  # their ratio is shown
+    assert {metric.name for metric in METRICS if metric.name not in shown} == absent
+    places = [tuple(panel["gridPos"][side] for side in "xy") for panel in board["panels"]]
+    assert len(set(places)) == len(places)
+
+
+# --- HAProxy ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["haproxy.cfg", "canary.cfg"])
+def test_haproxy_takes_its_files(name: str) -> None:
+    run(program("haproxy"), "-c", "-q", "-f", str(DEPLOY / "haproxy" / name))
