@@ -222,7 +222,8 @@ class ModelSettings(BaseModel):
     max_prompt_bytes: Count | None = None
     """Maximum size of one prompt in UTF-8 bytes, checked before tokenization, which takes seconds for a megabyte. By
     default 16 times the context length; for encoders at least 262144, as they cut texts or read them in windows; for
-    files of audio 67108864, for images 33554432, as they are sent."""
+    files of audio 67108864. Of models that read images, the maximum size of one image as it is sent; by default 32
+    MiB."""
 
     engine: Annotated[Literal["auto", "continuous", "batch"], FormerValue("rolling", "continuous")] = "auto"
     """Engine that generates. `continuous` is continuous batching: sequences join and leave the running batch at any
@@ -299,12 +300,12 @@ class ModelSettings(BaseModel):
     """Maximum number of tokens of one forward pass of an encoder; a request that arrives meanwhile waits for one pass.
     By default 1024 on a CPU and 16384 on a GPU."""
 
+    max_audio_seconds: Annotated[float, annotated_types.Gt(0), annotated_types.Le(24 * 3600)] = 3600.0
+    """Maximum length of one audio in seconds, for `automatic-speech-recognition`."""
+
     max_image_pixels: Count = 1 << 25
     """Maximum width times height of one image, for `image-classification` and image `embeddings`, checked before it is
     decoded: a small file may hold a huge image."""
-
-    max_audio_seconds: Annotated[float, annotated_types.Gt(0), annotated_types.Le(24 * 3600)] = 3600.0
-    """Maximum length of one audio in seconds, for `automatic-speech-recognition`."""
 
     exclude_input_in_output: bool = False
     """Default of the request parameter `exclude_input_in_output`: whether `text_output` leaves out the prompt."""

@@ -25,10 +25,10 @@ TASKS_BY_TABLE: Final[Mapping[str, str]] = {
     "SEQUENCE_CLASSIFICATION": "text-classification",
     "TOKEN_CLASSIFICATION": "token-classification",
     "QUESTION_ANSWERING": "question-answering",
-    "IMAGE_CLASSIFICATION": "image-classification",
-    IMAGES_AND_TEXTS: "embeddings",
     "SPEECH_SEQ_2_SEQ": "automatic-speech-recognition",
     "CTC": "automatic-speech-recognition",
+    "IMAGE_CLASSIFICATION": "image-classification",
+    IMAGES_AND_TEXTS: "embeddings",
 }
 """The task of a table of transformers' models; the first that has a class decides."""
 TASKS_BY_KIND: Final[Mapping[str, str]] = {CROSS_ENCODER: "rerank", SPARSE_ENCODER: "sparse-embeddings"}

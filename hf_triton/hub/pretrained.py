@@ -36,12 +36,12 @@ MAX_LABELS: Final = 1_000_000
 ROPE_SCALING: Final = "rope_f"
 """The beginning of names of tensors that scale the rotation of positions: `rope_freqs`, `rope_factors_long`."""
 TOKENIZER: Final = "tokenizer.json"
+SPEECH: Final = "AutoModelForSpeechSeq2Seq"
+WHISPER: Final = "WhisperForConditionalGeneration"
 IMAGE_CLASSIFIER: Final = "AutoModelForImageClassification"
 IMAGES_AND_TEXTS: Final = "AutoModelForZeroShotImageClassification"
 READ_IMAGES: Final = (IMAGE_CLASSIFIER, IMAGES_AND_TEXTS)
 """Classes of models with an image processor."""
-SPEECH: Final = "AutoModelForSpeechSeq2Seq"
-WHISPER: Final = "WhisperForConditionalGeneration"
 
 
 @contextlib.contextmanager

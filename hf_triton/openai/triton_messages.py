@@ -36,8 +36,8 @@ TOKEN_CLASSIFICATION: Final = "token-classification"
 FILL_MASK: Final = "fill-mask"
 SPARSE: Final = "sparse-embeddings"
 FEATURES: Final = "feature-extraction"
-IMAGE_CLASSIFICATION: Final = "image-classification"
 SPEECH: Final = "automatic-speech-recognition"
+IMAGE_CLASSIFICATION: Final = "image-classification"
 EMBEDDING: Final = "embedding"
 """The output of a model for embeddings."""
 ENDPOINTS: Final[Mapping[str, str]] = {
@@ -49,8 +49,8 @@ ENDPOINTS: Final[Mapping[str, str]] = {
     FILL_MASK: "/v1/fill-mask",
     SPARSE: "/embed_sparse",
     FEATURES: "/embed_all",
-    IMAGE_CLASSIFICATION: "/v1/classify with images",
     SPEECH: "/v1/audio/transcriptions",
+    IMAGE_CLASSIFICATION: "/v1/classify with images",
 }
 """Where models of each task are asked."""
 TASKS: Final[Mapping[str, str | None]] = {

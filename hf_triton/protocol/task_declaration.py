@@ -45,8 +45,8 @@ MAX_FILLS: Final = 1000
 """Tokens that fill-mask lists for a mask at most."""
 TEXT: Final = "text"
 PAIR: Final = "text_pair"
-IMAGE: Final = "image"
 AUDIO: Final = "audio"
+IMAGE: Final = "image"
 TEXTS: Final = TextInput(TEXT, "the texts", TEXT_ALIASES)
 TOKEN_IDS: Final = "token_ids"
 TOKEN_TEXTS: Final = TextInput(

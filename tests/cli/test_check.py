@@ -353,9 +353,9 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         "chat.jinja",
     ),
     "a task that is not served": (
-        lambda it: edit_json(checkpoint_of(it) / "config.json", architectures=["Wav2Vec2ForCTC"]),
+        lambda it: edit_json(checkpoint_of(it) / "config.json", architectures=["DetrForObjectDetection"]),
         "task",
-        "the checkpoint is for ctc, which is not served",
+        "the checkpoint is for object-detection, which is not served",
     ),
     "missing adapter": (lambda it: add(it, "adapters", '{"sql": "./nowhere"}'), "adapter sql", "there is no folder"),
 }

@@ -96,8 +96,6 @@ def test_shards_without_their_index_are_named(from_hub: bool, tmp_path: Path) ->
         ("LlamaModel", 2, "embeddings"),
         ("T5EncoderModel", 2, "embeddings"),
         ("CLIPModel", 2, "embeddings"),
-        ("SiglipModel", 2, "embeddings"),
-        ("ConvNextForImageClassification", 1, "image-classification"),
         ("ViTModel", 2, "image"),
         ("WhisperForConditionalGeneration", 2, "automatic-speech-recognition"),
         ("Wav2Vec2ForCTC", 2, "automatic-speech-recognition"),
