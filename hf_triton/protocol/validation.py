@@ -24,7 +24,7 @@ from hf_triton.errors import RequestError, clip
 
 Declared = TypeVar("Declared", bound=BaseModel)
 MAX_NAME: Final = 60  # characters of an unknown name that are compared: megabytes would take seconds
-MAX_LISTED: Final = 9
+MAX_LISTED: Final = 8
 """Known names that an error lists if none is close."""
 NUM_NEAR: Final = 3
 """Names that an error lists of more."""
