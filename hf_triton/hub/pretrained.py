@@ -353,7 +353,8 @@ def _encoder_class(name: str, settings: ModelSettings, config: Any) -> Any:
             f"automatic-speech-recognition serves Whisper ({WHISPER}) alone: choose such a checkpoint",
         )
     head, auto_class = name.removeprefix("AutoModel"), getattr(transformers, name)
-    known = auto_class._model_mapping._model_mapping.values()
+    rows = auto_class._model_mapping._model_mapping.values()
+    known = {each for row in rows for each in ([row] if isinstance(row, str) else row)}
     endings = (head, "ForPreTraining") if head == "ForMaskedLM" else (head,)  # whose weights decide
     names = config.architectures or ()
     other = f", or {SPARSE_LINEAR[-1]} beside it" if settings.task == "sparse-embeddings" else ""

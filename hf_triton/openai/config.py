@@ -72,7 +72,7 @@ class GatewayConfig(BaseModel):
     default."""
 
     max_body_bytes: Count = 16 << 20
-    """Largest body of any request, in bytes. Bodies of JSON have a limit of their own, 4 MiB."""
+    """Largest body of any request, in bytes. Bodies of JSON that hold no images have one of their own, 4 MiB."""
 
     max_header_bytes: Count = 64 << 10
     """Largest head of a request, in bytes."""

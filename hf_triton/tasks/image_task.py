@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hf_triton.settings import ModelSettings
 
 PATCH: Final = 16
-"""The side of a patch, by which images are counted whose model has none."""
+"""The least side of the patches by which images are counted: models with smaller ones, or none, soon join them."""
 
 
 class ImageTask(EncoderTask[Options]):
@@ -38,7 +38,7 @@ class ImageTask(EncoderTask[Options]):
         sizes = (
             getattr(part, "patch_size", None) for part in (self.config, getattr(self.config, "vision_config", None))
         )
-        self._patch = next((size for size in sizes if isinstance(size, int) and size > 0), PATCH)
+        self._patch = max([PATCH, *(size for size in sizes if isinstance(size, int))])
 
     @abstractmethod
     def compute(self, arrays: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -596,4 +596,5 @@ def test_default_models_are_those_of_transformers() -> None:
     ours = {task: model for task, model in DEFAULT_MODELS.items() if task in SUPPORTED_TASKS}
     assert len(ours) >= 6
     assert ours == {task: get_default_model_and_revision(SUPPORTED_TASKS[task], None) for task in ours}
-    assert SUPPORTED_TASKS.keys() & {*typing.get_args(TaskName)} == ours.keys()
+    not_served = {"automatic-speech-recognition"}  # the pipeline's default there is no Whisper
+    assert (SUPPORTED_TASKS.keys() & {*typing.get_args(TaskName)}) - not_served == ours.keys()

@@ -126,7 +126,7 @@ def test_the_gateway_embeds_images_and_texts_in_one_list(gateway: GatewayThread,
     for each, vector in zip(answer.data, wanted, strict=True):
         assert np.allclose(each.embedding, vector, atol=TOLERANCE * 10)
     assert [each.index for each in answer.data] == [0, 1, 2, 3]
-    assert answer.usage.prompt_tokens == 16 + 5 + 16 + 5
+    assert answer.usage.prompt_tokens == 4 + 5 + 4 + 5
     client.close()
 
 

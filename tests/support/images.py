@@ -43,6 +43,12 @@ CLASSIFIERS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
         "ViTImageProcessorPil",
         {"size": {"height": SIZE, "width": SIZE}},
     ),
+    "deit": (
+        "DeiTConfig",
+        {**VIT, "architectures": ["DeiTForImageClassificationWithTeacher"]},
+        "DeiTImageProcessorPil",
+        {"size": {"height": 36, "width": 36}, "crop_size": {"height": SIZE, "width": SIZE}},
+    ),
     "siglip": (
         "SiglipConfig",
         {"vision_config": VIT},

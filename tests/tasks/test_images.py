@@ -17,8 +17,10 @@ from hf_triton.encoder.engine import EncoderEngine
 from hf_triton.encoder.stacked import StackedForward
 from hf_triton.errors import CheckpointError, HfTritonError, RequestError
 from hf_triton.hub.kind import find_tasks, find_way
+from hf_triton.hub.resolve import Hub
 from hf_triton.settings import ModelSettings
 from hf_triton.tasks.registry import folder_task
+from hf_triton.testing import LoopbackHub
 from tests.support.images import (
     BOTH,
     CLASSIFIERS,
@@ -217,3 +219,17 @@ def test_a_checkpoint_that_does_not_fit_is_refused(
         (folder / file).write_text(change)
     with pytest.raises(CheckpointError, match=sentence):
         served(folder)
+
+
+@pytest.mark.parametrize(("family", "has_texts"), [("vit", False), ("clip", True)])
+def test_a_name_on_the_hub_brings_the_image_processor(family: str, has_texts: bool, tmp_path: Path) -> None:
+    folder = save_image_checkpoint(tmp_path / family, family, has_texts=has_texts)
+    (tmp_path / "mine").mkdir()
+    settings = ModelSettings(huggingface_model="acme/sight")
+    with LoopbackHub() as loopback:
+        loopback.add("acme/sight", folder)
+        hub = Hub(tmp_path / "mine", settings, {**loopback.environment(), "HF_HOME": str(tmp_path / "home")})
+        hub.fetch_config()
+        fetched = hub.resolve_model()
+    assert (fetched / "preprocessor_config.json").exists()
+    assert (fetched / "model.safetensors").exists()

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folders of models that read images, as the command line sees them."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from hf_triton.cli import cli
+from hf_triton.cli.doors import encoder_declaration
+from hf_triton.cli.examples import config_of_task, ready_text
+from hf_triton.openai.config import GatewayConfig
+from hf_triton.server import TritonServer
+from tests.support.images import save_image_checkpoint
+
+
+@pytest.mark.parametrize(("family", "task"), [("vit", "image-classification"), ("clip", "embeddings")])
+def test_a_folder_is_checked_and_shown(
+    family: str, task: str, make_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    checkpoint = save_image_checkpoint(tmp_path / "checkpoint", family, has_texts=family == "clip")
+    folder = make_folder(tmp_path, "mine", huggingface_model=checkpoint)
+    done = CliRunner().invoke(cli, ["check", "--json", str(folder)])
+    [checked] = json.loads(done.stdout)
+    found = {each["about"]: each["finding"] for each in checked["findings"]}
+    assert checked["ok"], found
+    assert found["task"] == task
+    assert found["image processor"].endswith("ImageProcessorPil")
+    assert ("tokenizer" in found) == (family == "clip")
+
+    config = config_of_task("mine", encoder_declaration(folder))
+    shown = ready_text(TritonServer(tmp_path), GatewayConfig(), [config], lambda name: False)
+    assert '"input":"data:image/gif;base64,' in shown or family == "clip"
+
+    refused = CliRunner().invoke(cli, ["optimize", str(folder)])
+    assert "reads images, and optimize is for encoders of texts" in refused.output
+    (checkpoint / "preprocessor_config.json").unlink()
+    [checked] = json.loads(CliRunner().invoke(cli, ["check", "--json", str(folder)]).stdout)
+    assert "has no preprocessor_config.json" in str(checked["findings"])
