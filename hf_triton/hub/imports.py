@@ -49,6 +49,7 @@ def import_transformers(sources: Iterable[Path], settings: ModelSettings) -> Non
     try:
         with hidden(ASKED_BY.keys() - asked):
             from transformers import AutoModel, AutoTokenizer, GenerationMixin, PreTrainedModel  # noqa: F401
+            from transformers.processing_utils import ProcessorMixin  # noqa: F401  # looks for those of sound
     finally:
         gc.enable()
     gc.freeze()  # a quarter of a million objects that live as long as the process
