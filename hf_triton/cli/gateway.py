@@ -23,8 +23,8 @@ from hf_triton.server import delayed_signals, describe_log, describe_status, end
 START_LIMIT_S: Final = 60.0
 CONNECT_LIMIT_S: Final = 2.0
 ANSWERS_PER_WORKER: Final = 4
-STOP_GRACE_S: Final = 5.0
-"""For what is left of responses when tritonserver has ended."""
+STOP_GRACE_S: Final = 35.0
+"""More than it gives its requests in flight."""
 
 
 class GatewayProcess:
@@ -110,16 +110,11 @@ class GatewayProcess:
             reason = describe_log(text, self._kept_log)
             raise ServerError("gateway_failed", f"the OpenAI gateway exited {describe_status(status)}{reason}")
 
-    def terminate(self) -> None:
-        """Tell the process to finish the requests in flight and to end."""
-        if self._process is not None:
-            self._process.terminate()
-
     def stop(self, grace_s: float = STOP_GRACE_S) -> None:
-        """Wait for the end of the process; kill what is left of its group after `grace_s` seconds."""
+        """Let requests in flight finish; kill what is left of the process group after `grace_s` seconds."""
         if self._process is None:
             return
-        self.terminate()
+        self._process.terminate()
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(grace_s)

@@ -31,7 +31,7 @@ from hf_triton.cli.sources import fetch_models, is_repository, model_repository,
 from hf_triton.cli.typed import as_typed
 from hf_triton.errors import ServerError
 from hf_triton.openai.config import GatewayConfig
-from hf_triton.server import STOP_SIGNALS, TritonServer, check_flags, restricted_protocol_headers
+from hf_triton.server import STOP_GRACE_S, STOP_SIGNALS, TritonServer, check_flags, restricted_protocol_headers
 from hf_triton.stream_door.model import SUFFIX
 
 DEFAULT_OPENAI_PORT: Final = GatewayConfig.model_fields["port"].default
@@ -175,7 +175,7 @@ def serve(
 
 @contextlib.contextmanager
 def _running(server: TritonServer, gateway: GatewayProcess | None, states: ModelStates) -> Iterator[None]:
-    """Start both; at the end both finish their requests in flight at the same time.
+    """Start both; at the end the gateway finishes its requests in flight, and then Triton the others.
 
     Raises:
         ServerError: One of them does not start.
@@ -186,19 +186,24 @@ def _running(server: TritonServer, gateway: GatewayProcess | None, states: Model
         if gateway is not None:
             gateway.check()
 
-    with contextlib.ExitStack() as stack:
+    try:
         if gateway is not None:
-            stack.callback(gateway.stop)
             gateway.start()
-        stack.callback(server.stop)
         server.start()
         if gateway is not None:
-            stack.callback(gateway.terminate)
             gateway.wait_until_started()  # a matter of seconds, unlike the models
         server.wait_until_started(check)
         if gateway is not None:
             gateway.wait_until_connected()
         yield
+    finally:
+        grace_s = 0.0  # a second Ctrl+C ends both at once
+        try:
+            if gateway is not None:
+                gateway.stop()
+            grace_s = STOP_GRACE_S
+        finally:
+            server.stop(grace_s)
 
 
 def _find_defects(repository: Path, exit_on_error: bool, *, may_fetch: bool) -> Mapping[str, str]:

@@ -1,6 +1,6 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Lays Debian's prometheus, promtool and haproxy into the folder of the first argument, for tests/server. Needs no root and
+# Lays Debian's prometheus, promtool, haproxy and socat into the folder of the first argument, for tests/server. Needs no root and
 # installs nothing. Where there is no apt-get or no network, it says so, and the tests of a program are skipped.
 set -u
 
@@ -19,7 +19,7 @@ unpack() {
 }
 
 unpack prometheus || echo "no Prometheus could be had from apt-get: the tests that need it are skipped" >&2
-for package in haproxy liblua5.3-0 liblua5.4-0 libopentracing-c-wrapper0 libopentracing1; do  # what some releases need
+for package in haproxy socat libwrap0 liblua5.3-0 liblua5.4-0 libopentracing-c-wrapper0 libopentracing1; do  # what some releases need
     unpack $package 2> /dev/null
 done
 LD_LIBRARY_PATH=$PWD/lib bin/haproxy -v > /dev/null || {

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +22,7 @@ from hf_triton.server import free_ports
 from hf_triton.testing import LoopbackHub, TritonServer, build_tiny_checkpoint
 from tests.support.client import Reply, post
 from tests.support.gateway import wait_until
+from tests.support.haproxy import Front, haproxy, needs_haproxy
 from tests.support.paths import ROOT
 from tests.support.reference import load_reference
 from tests.support.sentence_checkpoints import reference_embeddings, save_sentence_model
@@ -36,8 +36,6 @@ TEXT, EMBED, STREAM = "text", "embed", "text_stream"
 MAIN, V2 = "main", "v2"
 """The revisions on the Hub."""
 NOT_LOADED = "has no available versions"
-PROGRAMS = ROOT / ".venv" / "programs"  # of programs.sh
-HAPROXY = shutil.which("haproxy", path=os.pathsep.join([str(PROGRAMS / "bin"), os.environ["PATH"]]))
 NUM_REQUESTS = 200
 
 
@@ -209,7 +207,7 @@ def test_polling_server_takes_folders_as_they_come_change_and_go(
         assert {V2} == set(traffic[0].answers(changed_s)) == set(traffic[1].answers(changed_s))
 
 
-@pytest.mark.skipif(HAPROXY is None, reason="haproxy is not installed")
+@needs_haproxy
 def test_haproxy_sends_a_tenth_to_the_new_server(
     polling: TritonServer, explicit: TritonServer, models: Models, configure: Configure, tmp_path: Path
 ) -> None:
@@ -218,11 +216,10 @@ def test_haproxy_sends_a_tenth_to_the_new_server(
         configure(polling.model_repository, name, revision=V2)
         with Traffic(polling, models.questions(name)) as traffic:
             traffic.wait_for(V2)
-    addresses = {"8000": explicit.http_url, "8100": polling.http_url}
-    with haproxy(tmp_path, addresses) as fronts:
-        wait_until(lambda: get_status(fronts["8080"]) == 200)
+    with canary(tmp_path, explicit, polling) as (front, _):
+        wait_until(lambda: get_status(front) == 200)
         for name in names:
-            answers = ask_often(models, fronts["8080"], name)
+            answers = ask_often(models, front, name)
             assert Counter(answers) == {MAIN: 180, V2: 20}
 
 
@@ -284,10 +281,10 @@ def test_versions_have_their_own_revisions(explicit: TritonServer, models: Model
 
 
 @pytest.mark.usefixtures("two_versions")
-@pytest.mark.skipif(HAPROXY is None, reason="haproxy is not installed")
+@needs_haproxy
 def test_haproxy_sends_a_tenth_to_the_new_version(explicit: TritonServer, models: Models, tmp_path: Path) -> None:
-    with haproxy(tmp_path, {"8000": explicit.http_url, "8100": explicit.http_url}) as fronts:
-        answers = ask_often(models, fronts["8081"], EMBED)
+    with canary(tmp_path, explicit, explicit) as (_, front):
+        answers = ask_often(models, front, EMBED)
     assert answers.count(MAIN) + answers.count(V2) == NUM_REQUESTS
     assert 3 <= answers.count(V2) <= 45  # 20 on average; outside with a probability below 1e-6
 
@@ -315,34 +312,13 @@ def test_rollback_to_the_first_version_loads_nothing(
 # --- a canary --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Front:
-    """A port of HAProxy."""
-
-    http_url: str
-
-
 @contextlib.contextmanager
-def haproxy(folder: Path, addresses: Mapping[str, str]) -> Iterator[dict[str, Front]]:
-    """HAProxy with the example's configuration, before servers whose addresses stand for the ports that it names."""
-    assert HAPROXY is not None
-    text = (ROOT / "deploy" / "haproxy" / "canary.cfg").read_text()
-    ports = dict(zip(("8080", "8081"), map(str, free_ports(2)), strict=True))
-    for port, url in addresses.items():
-        ports[port] = url.rpartition(":")[2]
-    text = re.sub(r"127\.0\.0\.1:(\d+)", lambda match: f"127.0.0.1:{ports[match[1]]}", text)
-    (folder / "haproxy.cfg").write_text(text)
-    with (folder / "log").open("wb") as log:
-        environment = {**os.environ, "LD_LIBRARY_PATH": str(PROGRAMS / "lib")}
-        command = [HAPROXY, "-f", folder / "haproxy.cfg"]
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-    fronts = {port: Front(f"http://127.0.0.1:{ports[port]}") for port in ("8080", "8081")}
-    try:
-        wait_until(lambda: get_status(fronts["8081"]) == 200)
-        yield fronts
-    finally:
-        process.terminate()
-        process.wait(30)
+def canary(folder: Path, stable: TritonServer, canary: TritonServer) -> Iterator[tuple[Front, Front]]:
+    """HAProxy with the example's configuration: its ports for two servers, and for two versions."""
+    servers, versions = free_ports(2)
+    ports = {8000: stable.http_port, 8100: canary.http_port, 8080: servers, 8081: versions}
+    with haproxy("canary.cfg", folder, ports):
+        yield Front(f"http://127.0.0.1:{servers}"), Front(f"http://127.0.0.1:{versions}")
 
 
 def get_status(front: Front) -> int:

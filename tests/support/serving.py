@@ -27,10 +27,11 @@ class Serving:
         output: Path,
         command: Path = COMMAND,
         folder: Path | None = None,
+        ports: list[int] | None = None,
         environment: Mapping[str, str] = os.environ,
         **variables: str,
     ) -> None:
-        ports = free_ports(len(PORTS))
+        ports = ports or free_ports(len(PORTS))
         self.http_port, self.openai_port = ports[0], ports[-1]
         self._output = output
         with output.open("wb") as file:
