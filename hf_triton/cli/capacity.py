@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many sequences fit into memory, and how long a card computes on a request. Knows neither files nor options.
 
-Bytes and tokens are those that the engine allocates. Times are estimates: a step reads the weights and what is cached of
-each sequence, and computes; the slower of both decides, at a part of what the card's data sheet states.
+Bytes and tokens are those that the engine allocates. Times are estimates: a step reads the weights and what is cached
+of each sequence, and computes; the slower of both decides, at a part of what the card's data sheet states.
 """
 
 from __future__ import annotations

@@ -27,11 +27,7 @@ EFFICIENCY: Final = 0.5
 @click.command(epilog="Example: hf-triton size Qwen/Qwen3-8B --gpu h100 --context 4096 --concurrency 64")
 @click.argument("model", metavar="MODEL")
 @click.option("--gpu", type=CardName(), default=CPU, help=f"{', '.join(CARDS)}; by default this machine's memory.")
-@click.option(
-    "--context",
-    type=click.IntRange(min=2),
-    help="Tokens of a sequence, prompt and completion; by default the model's most.",
-)
+@click.option("--context", type=click.IntRange(min=2), help="Tokens of a sequence. By default the model's context.")
 @click.option("--concurrency", type=COUNT, help="Sequences at a time. By default max_num_seqs.")
 @click.option("--rate", type=click.FloatRange(min=0, min_open=True), help="Requests per second in all.")
 @click.option("--input", "prompt", type=COUNT, help="Tokens of a prompt, for --rate.")
@@ -67,9 +63,8 @@ def size(
 ) -> None:
     """Say what MODEL takes of a GPU's memory, and how many GPUs a load needs.
 
-    MODEL is a name on the Hub, a folder or a GGUF file. No weights are read: of a model of the Hub, its config and the
-    headers of its files are fetched. Bytes are those that the engine allocates; times are estimates from the card's data
-    sheet.
+    MODEL is a name on the Hub, a folder or a GGUF file. Of a model of the Hub, its config and the headers of its files
+    are fetched, and no weights. Bytes are those that the engine allocates, times are estimates by a data sheet.
     """
     if dtype is not None and "dtype" in settings:
         raise click.UsageError("dtype is given twice, by --dtype and by --set: leave one out")

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
 
-import torch
-
 from hf_triton.cli.capacity import GIGA, Room, Speed
 from hf_triton.cli.cards import CARDS, CPU
 from hf_triton.cli.outlined import Outlined
@@ -130,6 +128,8 @@ class SizeReport:
 
     def _memory(self) -> int:
         if self._gpu == CPU:
+            import torch
+
             total = FreeMemory().of(torch.device("cpu"))
             self._add_bytes("memory_bytes", total, "free on this machine")
         else:
@@ -234,9 +234,7 @@ class SizeReport:
             width = sum(count * size for count, size in zip(WIDTHS, sizes, strict=True))
             item = BYTES.get(dtype_name(self._found.config, settings), 4)
             source = f"estimate: {WIDTHS[0]} x hidden_size + {WIDTHS[1]} x intermediate_size of {tokens} tokens"
-            self._add_bytes(
-                "activation_bytes", tokens * width * item, f"{source} (max_batch_tokens), without attention"
-            )
+            self._add_bytes("activation_bytes", tokens * width * item, f"{source}, without attention")
         self.notes.append(
             f"It has no KV cache: what does not run waits in the host's memory, up to {settings.max_waiting_prompts} "
             "inputs (max_waiting_prompts) of at most max_prompt_bytes."

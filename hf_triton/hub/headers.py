@@ -64,7 +64,8 @@ def _read_gguf(repo: str, name: str, commit: str, size: int) -> bytes:
 def _read(repo: str, name: str, commit: str, start: int, stop: int) -> bytes:
     """Bytes `[start:stop]` of a file, and no more where a mirror sends the whole file."""
     from huggingface_hub import hf_hub_url
-    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
+    from huggingface_hub.utils._headers import build_hf_headers
+    from huggingface_hub.utils._http import hf_raise_for_status, http_stream_backoff
 
     url = hf_hub_url(repo, name, revision=commit)
     headers = {**build_hf_headers(), "Range": f"bytes={start}-{stop - 1}"}

@@ -83,7 +83,8 @@ def _measure(model: Any, way: Way) -> Outline:
     head = model.get_output_embeddings()
     logits = 0 if head is None else 2 * head.weight.numel()
     size = sum(bytes_per_token.values())
-    return Outline(size, runner.cache.has_keys, slot_tokens, near - logits, logits, attention, every_step - attention)
+    token = near - CONTEXTS[0] * every_step - logits
+    return Outline(size, runner.cache.has_keys, slot_tokens, token, logits, attention, every_step - attention)
 
 
 def _count(runner: ModelRunner, end: int, num_tokens: int) -> int:
@@ -92,4 +93,4 @@ def _count(runner: ModelRunner, end: int, num_tokens: int) -> int:
     runner.allocate(len(blocks))
     with FlopCounterMode(display=False) as counter:
         runner.run(Step((TokenRange(0, end - num_tokens, end, [0] * num_tokens, blocks, end, samples=(0,), slot=0),)))
-    return counter.get_total_flops()
+    return int(counter.get_total_flops())
