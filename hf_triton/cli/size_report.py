@@ -20,7 +20,6 @@ from hf_triton.runner.device import DEFAULT_NUM_SEQS, MAX_NUM_SEQS
 from hf_triton.runner.gpu_memory import USED_FRACTION
 from hf_triton.runner.outline import measure_outline
 
-BOUND: Final = "estimate: bytes read / bandwidth, or operations / peak if that is longer"
 LAUNCHES_S: Final = 0.001
 """Steps that are estimated to be shorter are bound by what is not counted."""
 WIDTHS: Final = 4, 2
@@ -121,7 +120,7 @@ class SizeReport:
                 "unsupported_model",
                 "its weights are not in safetensors, and transformers has no such model to count: convert them",
             )
-        self._add_bytes("weights_bytes", weights, "its tensors as they are loaded, by its files or its config")
+        self._add_bytes("weights_bytes", weights, "its tensors, as they are loaded")
         if found.settings.quantization_config and not is_quantized(found.config):
             self.notes.append("The weights are those before quantization_config quantises them.")
         return weights
@@ -188,11 +187,11 @@ class SizeReport:
     def _describe_speed(self, speed: Speed, number: int) -> None:
         """Add estimates for so many sequences at a time."""
         load = self._load
-        at = f"{BOUND}, at {speed.efficiency:.0%}"
+        at = f"estimate at {speed.efficiency:.0%} of bandwidth and peak"
         prefill = speed.prefill_s(load.prompt)
-        self._add("prefill_s", prefill, f"{prefill:.3g} s", f"{at}; a prompt of {load.prompt} tokens alone")
+        self._add("prefill_s", prefill, f"{prefill:.3g} s", f"{at}: a prompt of {load.prompt} tokens alone")
         step = speed.step_s(number, load.prompt + load.output / 2)
-        self._add("decode_step_s", step, f"{step:.3g} s", f"{at}; one token each of {number} sequences")
+        self._add("decode_step_s", step, f"{step:.3g} s", f"{at}: one token each of {number} sequences")
         self._add("tokens_per_s", number / step, f"{number / step:,.0f}", f"estimate: {number} / decode_step_s")
         if step < LAUNCHES_S:
             self.notes.append("So small a model is bound by launches and the host, which are not counted: measure it.")
@@ -222,8 +221,8 @@ class SizeReport:
         if task is not None and num_parameters and task.auto_class != SPEECH and self._can_estimate():
             flop, card = 2 * num_parameters * load.prompt, CARDS[self._gpu]
             requests = card.tflops * 1e12 * self._efficiency / flop
-            source = f"estimate: 2 x {num_parameters:,} operations a token / peak, at {self._efficiency:.0%}"
-            self._add("requests_per_s", requests, f"{requests:,.3g}", f"{source}; of {load.prompt} tokens")
+            source = f"estimate at {self._efficiency:.0%} of the peak: {load.prompt} tokens of 2 operations a parameter"
+            self._add("requests_per_s", requests, f"{requests:,.3g}", source)
             self._add_replicas(requests, "estimate: the rate / requests_per_s")
 
     def _describe_encoder(self) -> None:

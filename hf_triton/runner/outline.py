@@ -18,8 +18,8 @@ from hf_triton.runner.way_probe import WAYS
 
 logger = logging.getLogger(__name__)
 
-CONTEXTS: Final = 2, 514
-"""Tokens of the sequences in which tokens are counted: the difference is that of attention."""
+CONTEXTS: Final = 2, 34
+"""Tokens of the sequences in which tokens are counted: the difference is that of attention. Windows are longer."""
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from hf_triton.runner.gpu_memory import weight_bytes
 from hf_triton.settings import ModelSettings
 from hf_triton.testing import LoopbackHub, build_tiny_checkpoint, build_tiny_encoder
 from tests.support.gguf import write_gguf
+from tests.support.paths import ROOT
 
 NAME, SHARDED, GGUF, QUANTISED = "acme/tiny", "acme/sharded", "acme/tiny-gguf", "acme/tiny-gptq"
 KINDS = {"llama": "auto", "falcon": "float32", "gemma2": "float16", "qwen3_5": "auto", "mamba": "float32"}
@@ -97,7 +98,9 @@ def test_a_load_and_a_card_have_replicas(checkpoint: Path) -> None:
         "replicas_for_rate",
     }
     half = sizes(checkpoint, "--gpu=h100", "--context=128", "--concurrency=5000000", "--efficiency=0.25")
-    assert half["estimates"]["decode_step_s"].endswith(f"at 25%; one token each of {half['max_sequences']} sequences")
+    assert half["estimates"]["decode_step_s"].endswith(
+        f"at 25% of bandwidth and peak: one token each of {half['max_sequences']} sequences"
+    )
 
 
 def test_a_measured_speed_is_no_estimate(checkpoint: Path) -> None:
@@ -355,3 +358,35 @@ def test_cards_have_a_source_and_plausible_figures() -> None:
         assert "NVIDIA" in card.source
         assert 10 < card.memory_gb < 300
         assert 20 < card.tflops * 1000 / card.bandwidth_gb_s < 500, "operations a byte"
+
+
+# --- the documents ------------------------------------------------------------------------------------------------
+
+QWEN3_8B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "head_dim": 128,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 40960,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 151936,
+}
+"""As published."""
+
+
+def test_the_documented_command_prints_what_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (ROOT / "docs" / "fleet.md").read_text(encoding="utf-8")
+    command, *shown = text.partition("$ hf-triton size ")[2].partition("```")[0].strip().splitlines()
+    folder = tmp_path / "Qwen" / "Qwen3-8B"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(QWEN3_8B))
+    monkeypatch.chdir(tmp_path)
+    printed = [" ".join(line.split()) for line in run(*command.split()).stdout.splitlines()[1:]]
+    assert len(printed) == len(shown)
+    for line, expected in zip(printed, shown, strict=True):
+        assert line.startswith(" ".join(expected.split()))
