@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
@@ -70,6 +71,9 @@ def size(
         raise click.UsageError("dtype is given twice, by --dtype and by --set: leave one out")
     if rate is not None and prompt is None:
         raise click.UsageError("--rate needs the tokens of a request: give --input, and --output if it generates")
+    for option, number in (("--rate", rate), ("--measured", measured), ("--efficiency", efficiency)):
+        if number is not None and not math.isfinite(number):
+            raise click.UsageError(f"{option} must be a finite number, got {number}")
     for name in NOISY:
         logging.getLogger(name).setLevel(logging.ERROR)
     from hf_triton.cli.outlined import outlined

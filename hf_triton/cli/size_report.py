@@ -14,7 +14,7 @@ from hf_triton.cli.outlined import Outlined
 from hf_triton.cli.sizes import BYTES, build_without_weights, dtype_name, loaded_bytes
 from hf_triton.encoder.engine import MAX_BATCH_TOKENS
 from hf_triton.errors import CheckpointError
-from hf_triton.hub.pretrained import SPEECH, check_quantization, is_quantized, loading
+from hf_triton.hub.pretrained import SPEECH, check_quantization, is_quantized
 from hf_triton.runner.budget import FreeMemory, size_words
 from hf_triton.runner.device import DEFAULT_NUM_SEQS, MAX_NUM_SEQS
 from hf_triton.runner.gpu_memory import USED_FRACTION
@@ -70,8 +70,7 @@ class SizeReport:
         found = self._found
         if type(found.config) not in found.kind._model_mapping:
             return None
-        with loading("the model", found.settings):
-            return build_without_weights(found.kind, found.config, found.settings)
+        return build_without_weights(found.kind, found.config, found.settings)
 
     def run(self, name: str) -> None:
         """Collect all.

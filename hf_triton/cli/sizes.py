@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hf_triton.errors import CheckpointError
 from hf_triton.hub.graph import check_graph
-from hf_triton.hub.pretrained import gguf_of, is_quantized
+from hf_triton.hub.pretrained import gguf_of, is_quantized, loading
 from hf_triton.hub.snapshot import weight_files
 from hf_triton.settings import ModelSettings
 
@@ -67,11 +67,15 @@ def _bytes_of_parameters(kind: Any, config: Any, settings: ModelSettings) -> int
 
 
 def build_without_weights(kind: Any, config: Any, settings: ModelSettings) -> Any:
-    """A model on torch's device `meta`, in the dtype that it is loaded in, in eval mode."""
+    """A model on torch's device `meta`, in the dtype that it is loaded in, in eval mode.
+
+    Raises:
+        LoadError: Its config cannot be one of a model.
+    """
     import torch
 
     dtype = getattr(torch, dtype_name(config, settings), torch.float32)
-    with torch.device("meta"):
+    with loading("the model", settings), torch.device("meta"):
         return kind.from_config(copy.deepcopy(config), dtype=dtype).eval()
 
 

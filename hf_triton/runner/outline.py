@@ -75,6 +75,8 @@ def measure_outline(model: Any) -> Outline | None:
 def _measure(model: Any, way: Way) -> Outline:
     runner = ModelRunner(model, way)
     bytes_per_token, slot_tokens = runner.memory_per_token()
+    if not runner.cache.blocks() and not slot_tokens:
+        raise TypeError("its forward keeps nothing in the cache")
     near, far = (_count(runner, end, 1) for end in CONTEXTS)
     attention = every_step = (far - near) / (CONTEXTS[1] - CONTEXTS[0])
     if way.gathers:  # a second token of a step attends to what the first has expanded

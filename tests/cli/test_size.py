@@ -296,6 +296,9 @@ WRONG: dict[str, tuple[list[str], int, str]] = {
     "no tokens of a request": ([CHECKPOINT, "--rate=1"], 2, "--rate needs the tokens of a request: give --input"),
     "no tokens of a completion": ([CHECKPOINT, "--rate=1", "--input=9"], 2, "give --output"),
     "no efficiency": ([CHECKPOINT, "--efficiency=0"], 2, "0.0 is not in the range 0<x<=1"),
+    "no number": ([CHECKPOINT, "--rate=nan", "--input=9"], 2, "--rate must be a finite number, got nan"),
+    "an endless rate": ([CHECKPOINT, "--measured=inf"], 2, "--measured must be a finite number, got inf"),
+    "too many tokens": (["HUGE"], 1, "the model"),
     "no sequences": ([CHECKPOINT, "--concurrency=0"], 2, "0 is not in the range x>=1"),
     "a dtype twice": (
         [CHECKPOINT, "--dtype=float16", "--set", "dtype=float16"],
@@ -333,10 +336,12 @@ def test_wrong_use_has_a_sentence_and_an_exit_code(
     weights.write_bytes(weights.read_bytes()[:3000])
     config = json.loads((impossible / "config.json").read_text())
     (impossible / "config.json").write_text(json.dumps(config | {"num_attention_heads": 0}))
-    for name in ("empty", "wrong"):
+    for name in ("empty", "wrong", "huge"):
         (tmp_path / name).mkdir()
     (tmp_path / "wrong" / "config.json").write_text('{"model_type": "llama", "hidden_size": "many"}')
+    (tmp_path / "huge" / "config.json").write_text(json.dumps(config | {"vocab_size": 10**18}))
     places = {
+        "HUGE": tmp_path / "huge",
         CHECKPOINT: checkpoint,
         "REPOSITORY": folder.parent,
         "DOOR": door,

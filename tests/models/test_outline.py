@@ -19,7 +19,7 @@ from hf_triton.runner.gpu_memory import GpuPart, LoadMemory, weight_bytes
 from hf_triton.runner.outline import Outline, measure_outline
 from hf_triton.runner.way_probe import probe_ways
 from hf_triton.testing import ARCHITECTURES
-from tests.support.architectures import BASE, CONTINUOUS, EXPERTS, HEADS, LATENT, WHOLE, build, load, some_in_make_test
+from tests.support.architectures import BASE, CONTINUOUS, EXPERTS, HEADS, LATENT, WHOLE, load, some_in_make_test
 from tests.support.engine import NOT_CONTINUOUS
 
 UNSEEN = ("jetmoe", "longcat")
@@ -56,9 +56,9 @@ def test_bytes_are_those_that_the_engine_allocates(name: str, tmp_path: Path) ->
     assert 0 <= outline.slot_tokens * outline.bytes_per_token - states / NUM_SLOTS < outline.bytes_per_token
 
 
-@pytest.mark.parametrize("name", UNSEEN)
-def test_what_cannot_be_seen_is_not_guessed(name: str) -> None:
-    assert measure_outline(without_weights(build(*CONTINUOUS[name]))) is None
+@pytest.mark.parametrize("name", [*UNSEEN, "rwkv"])
+def test_what_cannot_be_seen_is_not_guessed(name: str, tmp_path: Path) -> None:
+    assert measure_outline(without_weights(load(name, tmp_path))) is None
 
 
 @pytest.mark.parametrize(
