@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.tables import document
+from hf_triton.cli.cards import CARDS
 from hf_triton.cli.gateway_options import ALONE
 from hf_triton.errors import CODES
 from hf_triton.hub.resolve import CACHE_VARIABLES, TOKEN_VARIABLES
@@ -150,6 +151,16 @@ def servers_table() -> str:
     return "\n".join([f"| load | {' | '.join(figures['ways'])} |", f"|---{'|---' * len(figures['ways'])}|", *rows])
 
 
+def cards_table() -> str:
+    """The GPUs of `hf-triton size`."""
+    head = "| `--gpu` | memory, GB | bandwidth, GB/s | 16-bit peak, TFLOP/s | source |\n|---|---|---|---|---|"
+    rows = (
+        f"| `{name}` | {card.memory_gb} | {card.bandwidth_gb_s} | {card.tflops:g} | {card.source} |"
+        for name, card in CARDS.items()
+    )
+    return "\n".join([head, *rows])
+
+
 def codes_table() -> str:
     """Every error code."""
     return "\n".join(["| code | meaning |", "|---|---|", *(f"| `{code}` | {text} |" for code, text in CODES.items())])
@@ -236,6 +247,7 @@ def parts() -> Mapping[str, str]:
         "encoder tasks": tasks_list(ENCODER_TASKS),
         "speech task": tasks_list(DECLARED_TASKS.keys() - ENCODER_TASKS.keys()),
         **task_parameters_tables(),
+        "cards": cards_table(),
         "codes": codes_table(),
         "metrics": metrics_table(),
         "openai fields": openai_fields_table(),

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from rich.filesize import decimal
 
@@ -22,7 +22,7 @@ from hf_triton.cli.folders import (
 )
 from hf_triton.cli.model_folder import TASKS
 from hf_triton.cli.own_code import own_class
-from hf_triton.cli.sizes import cache_bytes_per_token, dtype_name, loaded_bytes
+from hf_triton.cli.sizes import dtype_name, loaded_bytes, model_outline
 from hf_triton.cli.tensors import check_tensors
 from hf_triton.engine.decoding import decoding_error
 from hf_triton.errors import HfTritonError, HubError, SettingsError
@@ -33,6 +33,9 @@ from hf_triton.hub.resolve import Hub
 from hf_triton.hub.spec import CheckpointSpec
 from hf_triton.settings import DoorSettings, ModelSettings
 from hf_triton.stream_door.model import other_folder
+
+if TYPE_CHECKING:
+    from hf_triton.runner.outline import Outline
 
 State = Literal["ok", "warning", "error"]
 SAMPLE_CHAT: Final = '[{"role": "user", "content": "Hello"}]'
@@ -221,10 +224,11 @@ class FolderCheck:
         if settings.has_weights:
             with self._errors("memory"):
                 num_bytes = loaded_bytes(checkpoint, model_config, kind, settings, from_files=not is_undone)
-                self._check_memory(num_bytes, model_config, settings, device_of(config), generates=task is None)
+                outline = None if task is not None else model_outline(kind, model_config, settings)
+                self._check_memory(num_bytes, model_config, settings, device_of(config), outline)
 
     def _check_memory(
-        self, num_bytes: int | None, model_config: Any, settings: ModelSettings, device: Any, *, generates: bool
+        self, num_bytes: int | None, model_config: Any, settings: ModelSettings, device: Any, outline: Outline | None
     ) -> None:
         from hf_triton.runner.budget import FreeMemory
 
@@ -233,13 +237,14 @@ class FolderCheck:
             return
         free = FreeMemory().of(device)
         is_before = bool(settings.quantization_config) and not is_quantized(model_config)
-        per_token = cache_bytes_per_token(model_config, settings) if generates else None
-        cache = f"; each token of KV cache takes {decimal(per_token)}" if per_token else ""
+        cache = f"; each token of KV cache takes {decimal(outline.bytes_per_token)}" if outline else ""
+        if outline and outline.slot_tokens:
+            cache += f", the states of a sequence {decimal(outline.slot_tokens * outline.bytes_per_token)}"
         weights = f"weights of {decimal(num_bytes)}{' before they are quantised' if is_before else ''}"
         sentence = f"{weights}, {decimal(free)} free on {device.type}{cache}"
         if num_bytes <= free or is_before:
             self._add("memory", "ok", sentence)
-            if device.type == "cuda" and generates:
+            if device.type == "cuda" and outline:
                 self._check_gpu_part(num_bytes, settings, device)
         else:
             self._add("memory", "error", f"{sentence}: use a smaller dtype, quantization_config, or a larger machine")

@@ -3,22 +3,24 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import struct
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from hf_triton.errors import CheckpointError
 from hf_triton.hub.graph import check_graph
-from hf_triton.hub.pretrained import gguf_of, is_quantized
+from hf_triton.hub.pretrained import gguf_of, is_quantized, loading
 from hf_triton.hub.snapshot import weight_files
 from hf_triton.settings import ModelSettings
+
+if TYPE_CHECKING:
+    from hf_triton.runner.outline import Outline
 
 BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
 BYTES_IN_FILE: Final = {"F32": 4, "F16": 2, "BF16": 2}
 """The dtypes that are converted at load."""
-HYBRID: Final = ("layers_block_type", "attn_layer_indices", "block_types", "kv_lora_rank")
-"""Fields of configs whose layers keep other things than a key and a value per head and token."""
 
 
 def loaded_bytes(
@@ -60,12 +62,30 @@ def _bytes_in_safetensors(folder: Path, config: Any, settings: ModelSettings) ->
 
 
 def _bytes_of_parameters(kind: Any, config: Any, settings: ModelSettings) -> int:
-    """By a model that is built without weights, for random weights, pickle and GGUF files."""
+    """By a model without weights, for random weights, pickle and GGUF files."""
+    return int(build_without_weights(kind, config, settings).get_memory_footprint(return_buffers=False))
+
+
+def build_without_weights(kind: Any, config: Any, settings: ModelSettings) -> Any:
+    """A model on torch's device `meta`, in the dtype that it is loaded in, in eval mode.
+
+    Raises:
+        LoadError: Its config cannot be one of a model.
+    """
     import torch
 
     dtype = getattr(torch, dtype_name(config, settings), torch.float32)
-    with torch.device("meta"):
-        return int(kind.from_config(config, dtype=dtype).get_memory_footprint(return_buffers=False))
+    with loading("the model", settings), torch.device("meta"):
+        return kind.from_config(copy.deepcopy(config), dtype=dtype).eval()
+
+
+def model_outline(kind: Any, config: Any, settings: ModelSettings) -> Outline | None:
+    """What a model's KV cache takes; None: it has none of the continuous engine's, or that cannot be seen."""
+    from hf_triton.runner.outline import measure_outline
+
+    if config.is_encoder_decoder or type(config) not in kind._model_mapping:
+        return None
+    return measure_outline(build_without_weights(kind, config, settings))
 
 
 def dtype_name(config: Any, settings: ModelSettings) -> str:
@@ -93,27 +113,3 @@ def _read_header(file: Path) -> dict[str, Any]:
         header: dict[str, Any] = json.loads(stream.read(length))
     header.pop("__metadata__", None)
     return header
-
-
-def cache_bytes_per_token(config: Any, settings: ModelSettings) -> int | None:
-    """Bytes of keys and values of one token, if every layer keeps both for each token; None: the config is another."""
-    text = config.get_text_config()
-    layers, heads = getattr(text, "num_hidden_layers", None), getattr(text, "num_attention_heads", None)
-    size = getattr(text, "hidden_size", None)
-    if not (layers and heads and size) or config.is_encoder_decoder or _is_hybrid(text):
-        return None
-    head_dim = getattr(text, "head_dim", None) or size // heads
-    return int(2 * layers * _kv_heads(text, heads) * head_dim * BYTES.get(dtype_name(config, settings), 4))
-
-
-def _is_hybrid(text: Any) -> bool:
-    kinds = set(getattr(text, "layer_types", None) or ())
-    return not kinds <= {"full_attention"} or any(getattr(text, name, None) for name in HYBRID)
-
-
-def _kv_heads(text: Any, heads: int) -> int:
-    """Heads of keys and values; Falcon and GPT BigCode say by `multi_query` that there is one."""
-    if getattr(text, "multi_query", False) and not getattr(text, "new_decoder_architecture", False):
-        return 1
-    kv_heads: int | None = getattr(text, "num_key_value_heads", None) or getattr(text, "num_kv_heads", None)
-    return kv_heads or heads

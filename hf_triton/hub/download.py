@@ -27,9 +27,17 @@ from typing import Any, Final, TypeVar
 from hf_triton.errors import CheckpointError, HubError
 from hf_triton.hub.failures import Failure, explain_download, incomplete_on_hub, is_transient, one_line
 from hf_triton.hub.gguf import choose_gguf
+from hf_triton.hub.headers import write_header
 from hf_triton.hub.kind import describe_other_kind
 from hf_triton.hub.sentence_modules import SPARSE_LINEAR, module_files
-from hf_triton.hub.snapshot import SAFETENSORS, is_sound, lacking_weights, missing_files, weight_files
+from hf_triton.hub.snapshot import (
+    SAFETENSORS,
+    TOKENIZER_FILES,
+    is_sound,
+    lacking_weights,
+    missing_files,
+    weight_files,
+)
 from hf_triton.hub.spec import CheckpointSpec
 
 NUM_TRIES: Final = 4
@@ -94,6 +102,10 @@ class Downloader:
         gguf = choose_gguf(sizes, spec.gguf_file, allow_pickle=spec.allow_pickle) if spec.needs_config else None
         patterns = SMALL_FILES + (("*.py",) if spec.trust_remote_code else ())
         small = [name for name in sizes if _matches(name, patterns)]
+        if spec.headers_only:
+            small = [name for name in small if name.endswith((".json", ".py")) and name not in TOKENIZER_FILES]
+        if gguf is not None and spec.headers_only:
+            return self._fetch_headers([gguf], sizes, commit)
         if gguf is not None:
             return self._fetch([*small, gguf], sizes, commit)
         if not small:
@@ -104,12 +116,28 @@ class Downloader:
             if not names:
                 self._check_kind(snapshot, sizes)
                 raise self._no_weights(sizes)
+            if spec.headers_only:
+                return self._fetch_headers(names, sizes, commit)
             self._fetch(names, sizes, commit)
         if spec.needs_config:
             self._fetch_modules(snapshot, sizes, commit)
         missing = missing_files(snapshot, spec)
         if missing:
             raise incomplete_on_hub(spec, missing)
+        return snapshot
+
+    def _fetch_headers(self, names: list[str], sizes: Mapping[str, int], commit: str) -> Path:
+        """Write files with the headers of weights alone; returns the snapshot folder."""
+        snapshot = self._repository / "snapshots" / commit
+        if missing := [name for name in names if name not in sizes]:
+            raise incomplete_on_hub(self._spec, missing)
+        snapshot.mkdir(parents=True, exist_ok=True)
+
+        def write(name: str) -> None:
+            _retry(lambda: write_header(self._spec.name, name, commit, sizes[name], snapshot))
+
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(write, names))
         return snapshot
 
     def _fetch_modules(self, snapshot: Path, sizes: Mapping[str, int], commit: str) -> None:

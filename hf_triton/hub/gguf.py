@@ -125,9 +125,24 @@ def check_gguf(file: Path, name: str) -> GgufHeader:
     )
 
 
+def is_whole_header(blob: bytes, file_size: int) -> bool:
+    """Whether the first bytes of a file have its whole header, or show that it is none that is read."""
+    try:
+        _walk(blob, file_size)
+    except struct.error:
+        return len(blob) >= min(MAX_HEADER_BYTES, file_size)
+    except ValueError:  # which `check_gguf` reports
+        pass
+    return True
+
+
 def _read_header(file: Path) -> GgufHeader:
     with file.open("rb") as stream:
-        cursor = _Cursor(stream.read(MAX_HEADER_BYTES))
+        return _walk(stream.read(MAX_HEADER_BYTES), file.stat().st_size)
+
+
+def _walk(blob: bytes, file_size: int) -> GgufHeader:
+    cursor = _Cursor(blob)
     if cursor.blob[:4] != b"GGUF":
         raise ValueError("is no GGUF file, which begins with GGUF")
     _, version, num_tensors, num_keys = cursor.take("IIQQ")
@@ -153,9 +168,8 @@ def _read_header(file: Path) -> GgufHeader:
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
         raise ValueError(f"has general.alignment {clip(alignment)}, which is no power of two")
     end = -(-cursor.offset // alignment) * alignment + max(ends, default=0)
-    size = file.stat().st_size
-    if end > size:
-        raise ValueError(f"has {size} bytes, and its tensors end at byte {end}")
+    if end > file_size:
+        raise ValueError(f"has {file_size} bytes, and its tensors end at byte {end}")
     return header
 
 

@@ -25,6 +25,8 @@ class CheckpointSpec:
     """Whether the repository's Python files are needed."""
     gguf_file: str | None = None
     """A GGUF file that has config, tokenizer and weights: its name, or the end of it."""
+    headers_only: bool = False
+    """Whether of weights the headers alone are needed: the files are as long as the Hub's and otherwise empty."""
     files: tuple[str, ...] = ()
     """The needed files, of what is no checkpoint; the other fields then say nothing."""
 

@@ -99,9 +99,10 @@ def mask_of_rule(*args: Any, mask_function: MaskFunction, **kwargs: Any) -> Mask
     if key in _masks:
         return _masks[key]
     has_tensor = any(isinstance(part, torch.Tensor) for part in key)
-    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool).as_subclass(MaskRule)
-    # Looking at a rule's tensor would make the host wait for the device.
-    mask.rule = Rule(mask_function, None if has_tensor else _find_window(mask_function))
+    with torch.device("cpu"):
+        mask = torch.ones(1, 1, 1, 1, dtype=torch.bool).as_subclass(MaskRule)
+        # Looking at a rule's tensor would make the host wait for the device.
+        mask.rule = Rule(mask_function, None if has_tensor else _find_window(mask_function))
     if not has_tensor:
         if len(_masks) >= MAX_RULES:  # some rule is another one at each forward
             _masks.clear()
