@@ -154,9 +154,9 @@ class GrammarCompiler:
         num_ids = min(self._vocabulary_size, len(self._tokenizer))
         texts = [b"" if token_id in silent else guidance.decode_bytes([token_id]) for token_id in range(num_ids)]
         closing_ids, lead_ids = (guidance.tokenize_str(text, parse_special=True) for text in (closing, lead))
-        spells = guidance.decode_bytes(closing_ids).endswith(closing.encode())
-        if not spells or guidance.decode_bytes(lead_ids) != lead.encode() or max(closing_ids + lead_ids) >= num_ids:
-            logger.warning("thinking is not told from the answer: the tokenizer cannot spell the closing tag")
+        spelled = [guidance.decode_bytes(ids).decode(errors="replace").strip() for ids in (closing_ids, lead_ids)]
+        if spelled != [closing, lead] or max(closing_ids + lead_ids) >= num_ids:
+            logger.warning("thinking is not told from the answer: the tokenizer cannot spell its tags")
             return None
         any_matcher = LLMatcher(guidance, LLMatcher.grammar_from_regex("a"), log_level=0)
         size = 8 * len(any_matcher.compute_bitmask())  # as a grammar's

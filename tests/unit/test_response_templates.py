@@ -13,6 +13,7 @@ import pytest
 
 from hf_triton.errors import RequestError, SettingsError
 from hf_triton.protocol.chat import parse_chat
+from hf_triton.protocol.thinking import Thinking
 from hf_triton.tasks.text_generation.message import CallArrayReader, MessageReader, NamedCallReader
 from hf_triton.tasks.text_generation.response_parser import MAX_SPACE
 from hf_triton.tasks.text_generation.response_template import (
@@ -25,6 +26,7 @@ from hf_triton.tasks.text_generation.response_template import (
     shipped_names,
     shipped_template,
 )
+from tests.support.paths import ROOT
 
 TOOLS = [
     {
@@ -196,11 +198,24 @@ PATTERNS = {"content": {}, "thinking": {"open_pattern": "<[ab]>", "close": ["</a
     [("<s>", "", ""), ("<s>", "<s>x", "x"), ("<s>", "y", "y"), ("Hm <s", "<s>x", ">x"), ("x", "x", None)],
 )
 def test_a_template_names_its_tags_beside_patterns(prompt: str, lead: str, rest: str | None) -> None:
-    named = {"open": "<a>", "close": "</a>"} | ({"lead": lead} if lead else {})
+    named = {"open": "<a>\n", "close": "\n</a>\n"} | ({"lead": lead} if lead else {})
     spec = {"start_anchor": "<s>", "fields": PATTERNS, "thinking": named}
     thinking = MessageFormat(spec, {}).thinking(prompt)
     assert (None if thinking is None else thinking.lead[thinking.num_led :]) == rest
+    assert thinking is None or (thinking.opening, thinking.closing) == ("<a>", "</a>")
     assert message(reader_of(spec, "<s>"), "<b>Hm</b>Yes.") == wanted("Yes.", "Hm", [])
+
+
+def test_the_template_of_the_documents_names_its_tags() -> None:
+    text = (ROOT / "docs" / "chat.md").read_text().split("### Tags of thinking")[1]
+    messages = MessageFormat(json.loads(text.split("```json")[1].split("```")[0]), {})
+    thinking = messages.thinking("<user>Hi<bot>")
+    assert thinking == Thinking("<plan>", "</plan>", is_open=False, lead="<bot><say>", num_led=5)
+    for answer in ("<plan>Hm</plan><bot><say>Yes.</say>", "<say>Yes.</say>"):
+        for is_constrained in (True, False):
+            plan = messages.plan(None, "<bot>", is_constrained=is_constrained, thinking=thinking)
+            made = message(plan.build_reader(), answer.removesuffix("</say>" if is_constrained else ""), 3)
+            assert made == wanted("Yes.", "Hm" if "Hm" in answer else None, [])
 
 
 @pytest.mark.parametrize(

@@ -155,10 +155,10 @@ def _tags_of(spec: Spec) -> tuple[str, str, str] | None:
     field: Mapping[str, Any] = next((field for name, field in spec["fields"].items() if name in REASONING), {})
     named = spec.get(TAGS, {name: field.get(name) for name in ("open", "close")})
     if isinstance(named, Mapping) and {"open", "close"} <= named.keys() <= {"open", "close", "lead"}:
-        texts = named["open"], named["close"], named.get("lead", "")
-        are_tags = all(isinstance(text, str) for text in texts) and "" != texts[0] != texts[1] != ""
-        if are_tags and len("".join(texts)) <= MAX_TAGS:
-            return texts
+        given = named["open"], named["close"], named.get("lead", "")
+        tags = [text.strip() for text in given if isinstance(text, str)]
+        if len(tags) == 3 and "" != tags[0] != tags[1] != "" and len("".join(tags)) <= MAX_TAGS:
+            return tags[0], tags[1], tags[2]
     if TAGS in spec:
         raise ValueError(
             f"{TAGS} must be an object of open and close, two different strings, and perhaps lead, of up to {MAX_TAGS} "
