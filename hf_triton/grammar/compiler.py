@@ -66,7 +66,7 @@ class GrammarCompiler:
         self._bits = lru_cache(4)(self._build_bits)
         self._tags = lru_cache(4)(self._build_tags)
         self._compiles_in_time: dict[Grammar, bool] = {}  # the most recent last
-        self._known_tags: set[tuple[str, str]] = set()
+        self._known_tags: set[tuple[str, str, str]] = set()
 
     def knows(self, grammar: Grammar) -> bool:
         """Whether a grammar was compiled recently, so that it takes less than 0.1 s."""
@@ -112,7 +112,7 @@ class GrammarCompiler:
 
     def knows_tags(self, thinking: Thinking) -> bool:
         """Whether `behind_thinking` is quick for these tags; it takes up to a second the first time."""
-        return (thinking.opening, thinking.closing) in self._known_tags
+        return thinking.spellings in self._known_tags
 
     def behind_thinking(
         self, thinking: Thinking, params: SamplingParams, build_answer: Callable[[], GrammarConstraint] | None
@@ -127,35 +127,40 @@ class GrammarCompiler:
         Returns:
             None: the model has no tokens that spell the tags.
         """
-        tags = self._tags(thinking.opening, thinking.closing)
-        self._known_tags.add((thinking.opening, thinking.closing))
+        tags = self._tags(*thinking.spellings)
+        self._known_tags.add(thinking.spellings)
         if tags is None:
             return None
         text_bits, _ = self._bits(params.eos_ids or self._eos_ids, tags.size)
 
+        num_led = len(thinking.lead[: thinking.num_led].encode())
+
         def build_constraint() -> ThinkingConstraint:
-            return ThinkingConstraint(tags, text_bits, build_answer, is_open=thinking.is_open, budget=thinking.budget)
+            return ThinkingConstraint(
+                tags, text_bits, build_answer, is_open=thinking.is_open, budget=thinking.budget, num_led=num_led
+            )
 
         return build_constraint
 
-    def _build_tags(self, opening: str, closing: str) -> TagTokens | None:
+    def _build_tags(self, opening: str, closing: str, lead: str) -> TagTokens | None:
         guidance = self._build_guidance()
         if guidance is None:
             logger.warning("thinking is not told from the answer: the tokenizer's tokens are not known by their bytes")
             return None
         added = self._tokenizer.backend_tokenizer.get_added_tokens_decoder()
         silent = {token_id for token_id, token in added.items() if token.special} - {
-            token_id for token_id, token in added.items() if token.content in (opening, closing)
+            token_id for token_id, token in added.items() if token.content in "\n".join((opening, closing, lead))
         }
         num_ids = min(self._vocabulary_size, len(self._tokenizer))
         texts = [b"" if token_id in silent else guidance.decode_bytes([token_id]) for token_id in range(num_ids)]
-        closing_ids = guidance.tokenize_str(closing, parse_special=True)
-        if not guidance.decode_bytes(closing_ids).endswith(closing.encode()) or max(closing_ids) >= num_ids:
-            logger.warning("thinking is not told from the answer: the tokenizer cannot spell the closing tag")
+        closing_ids, lead_ids = (guidance.tokenize_str(text, parse_special=True) for text in (closing, lead))
+        spelled = [guidance.decode_bytes(ids).decode(errors="replace").strip() for ids in (closing_ids, lead_ids)]
+        if spelled != [closing, lead] or max(closing_ids + lead_ids) >= num_ids:
+            logger.warning("thinking is not told from the answer: the tokenizer cannot spell its tags")
             return None
         any_matcher = LLMatcher(guidance, LLMatcher.grammar_from_regex("a"), log_level=0)
         size = 8 * len(any_matcher.compute_bitmask())  # as a grammar's
-        return TagTokens(opening.encode(), closing.encode(), texts, closing_ids, size)
+        return TagTokens(opening.encode(), closing.encode(), lead.encode(), texts, closing_ids, lead_ids, size)
 
     def _guidance_tokenizer(self, grammar: Grammar) -> LLTokenizer:
         if (guidance := self._build_guidance()) is None:

@@ -6,6 +6,9 @@ takes; a prompt that ends with an open block begins in `thinking`. There all tok
 sequence, and those that spell the closing tag and a part of the answer at once. When the budget is used up, the closing
 tag is forced, token by token. Behind it a few tokens of white space are allowed, and then the answer's own constraint.
 Tags are found in the bytes of the tokens: one token, several, or other spellings of the same text.
+
+Some models write a lead in front of the answer (gpt-oss names a channel). It is forced behind the closing tag; at the
+start the model writes the opening tag, or the lead without what the prompt has of it.
 """
 
 from __future__ import annotations
@@ -29,24 +32,34 @@ class TagTokens:
     Args:
         opening: The tag that opens the block.
         closing: The tag that closes it.
+        lead: What comes in front of the answer; may be empty.
         texts: The bytes of each token, by id; empty for those without text.
         closing_ids: Tokens whose bytes end with `closing`.
+        lead_ids: Tokens that spell `lead`.
         size: Bits of a bitmask.
     """
 
     def __init__(
-        self, opening: bytes, closing: bytes, texts: Sequence[bytes], closing_ids: Sequence[int], size: int
+        self,
+        opening: bytes,
+        closing: bytes,
+        lead: bytes,
+        texts: Sequence[bytes],
+        closing_ids: Sequence[int],
+        lead_ids: Sequence[int],
+        size: int,
     ) -> None:
-        self.opening, self.closing = opening, closing
+        self.opening, self.closing, self.lead = opening, closing, lead
         self.texts = texts
         self.size = size
-        self.closing_ids = closing_ids
+        self.closing_ids, self.lead_ids = closing_ids, lead_ids
         self.spaces = _bits((token_id for token_id, text in enumerate(texts) if text and not text.strip(SPACE)), size)
         self.openers = self._find_openers(size)
         """By the number of bytes of `opening` that are written: the tokens that go on with it."""
+        self.leaders = self._find_leaders(size)
+        """Likewise of `lead`."""
         self.breakers = self._find_breakers(size)
         """Likewise of `closing`: the tokens that end it and go on with other text."""
-        self.single = [_bits([token_id], size) for token_id in closing_ids]
 
     def num_closing(self, tail: bytes) -> int:
         """How many bytes of `closing` a text ends with."""
@@ -66,6 +79,13 @@ class TagTokens:
 
     def _goes_on(self, rest: bytes, text: bytes) -> bool:
         return rest.startswith(text) or (text.startswith(rest) and self.closing not in text)
+
+    def _find_leaders(self, size: int) -> list[Bits]:
+        candidates = {token_id: text for token_id, text in enumerate(self.texts) if text and text in self.lead}
+        rests = (self.lead[start:] for start in range(len(self.lead)))
+        return [
+            _bits((token_id for token_id, text in candidates.items() if rest.startswith(text)), size) for rest in rests
+        ]
 
     def _find_breakers(self, size: int) -> list[Bits]:
         rests = tuple(self.closing[start:] for start in range(len(self.closing)))
@@ -95,6 +115,7 @@ class ThinkingConstraint:
         build_answer: Makes the constraint of the answer; None: any, and the sequence may end anywhere.
         is_open: Whether the prompt ends in the block.
         budget: Tokens of thinking, behind the opening tag; None: no limit.
+        num_led: Bytes of the lead that the prompt ends with.
     """
 
     def __init__(
@@ -105,16 +126,19 @@ class ThinkingConstraint:
         *,
         is_open: bool,
         budget: int | None,
+        num_led: int = 0,
     ) -> None:
         self._tags = tags
         self._text_bits = text_bits
         self._build_answer = build_answer
         self._answer = None if build_answer is None else build_answer()
         self._phase: Literal["start", "thinking", "space", "answer"] = "start"
-        self._is_answer = True  # at the start: whether the answer may have begun
+        self._is_answer = not tags.lead  # at the start: whether the answer may have begun
+        self._lead = tags.lead[num_led:]  # of an answer without thinking
+        self._beginnings = ((tags.opening, tags.openers), (self._lead, tags.leaders[num_led:]))
         self._tail = b""  # of the text: what may become a tag
         self._num_left = budget
-        self._forced: deque[int] = deque()  # indices into the closing tag's tokens
+        self._forced: deque[int] = deque()  # tokens of the closing tag and the lead
         self._num_spaces = 0
         if is_open:
             self._think(b"")
@@ -122,7 +146,8 @@ class ThinkingConstraint:
     @property
     def is_complete(self) -> bool:
         """Whether nothing but end-of-sequence may follow."""
-        return self._answer is not None and self._phase in ("space", "answer") and self._answer.is_complete
+        is_over = self._phase in ("space", "answer") and not self._forced
+        return is_over and self._answer is not None and self._answer.is_complete
 
     def bitmask(self) -> Bits | None:
         """The tokens that may come next; None: any.
@@ -131,13 +156,15 @@ class ThinkingConstraint:
             GenerationError: As of `GrammarConstraint.bitmask`.
         """
         if self._forced:
-            return self._tags.single[self._forced[0]]
+            return _bits([self._forced[0]], self._tags.size)
         if self._answer is None:
             return None
         if self._phase == "thinking":
             return self._text_bits & ~self._tags.breakers[self._tags.num_closing(self._tail)]
         if self._phase == "start":
-            openers = self._tags.openers[len(self._tail)] & self._text_bits
+            tail = self._tail
+            going_on = [tokens[len(tail)] for tag, tokens in self._beginnings if tag and tag.startswith(tail)]
+            openers: Bits = np.bitwise_or.reduce(going_on) & self._text_bits
             return self._answer.bitmask() | openers if self._is_answer else openers
         has_space = self._phase == "space" and self._num_spaces < MAX_SPACES
         return self._answer.bitmask() | (self._tags.spaces & self._text_bits) if has_space else self._answer.bitmask()
@@ -150,15 +177,16 @@ class ThinkingConstraint:
         """
         texts = self._tags.texts
         text = texts[token_id] if token_id < len(texts) else b""
+        is_forced = bool(self._forced)
+        if is_forced:
+            self._forced.popleft()
         if self._phase == "thinking":
-            if self._forced:
-                self._forced.popleft()
-            elif self._num_left is not None:
+            if self._num_left is not None and not is_forced:
                 self._num_left -= 1
             self._read_thought(text)
         elif self._phase == "start":
             self._begin(token_id, text)
-        elif self._answer is not None:
+        elif self._answer is not None and not is_forced:
             if self._phase == "space" and not text.strip(SPACE) and not _has(self._answer.bitmask(), token_id):
                 self._num_spaces += 1
             else:
@@ -167,15 +195,17 @@ class ThinkingConstraint:
 
     def _begin(self, token_id: int, text: bytes) -> None:
         opening, tail = self._tags.opening, (self._tail + text).lstrip()
-        is_opening = opening.startswith(tail) or tail.startswith(opening)
+        is_tag = tail.startswith(opening) or any(tag.startswith(tail) for tag, _ in self._beginnings)
         if self._answer is not None and self._is_answer:
-            if not is_opening or _has(self._answer.bitmask(), token_id):
+            if not is_tag or _has(self._answer.bitmask(), token_id):
                 self._answer.accept(token_id)
             else:
                 self._is_answer = False
         if tail.startswith(opening):
             self._think(tail[len(opening) :])
-        elif is_opening:
+        elif self._lead and tail == self._lead:
+            self._phase = "space"
+        elif is_tag:
             self._tail = tail
         else:
             self._phase = "answer"
@@ -191,11 +221,11 @@ class ThinkingConstraint:
         tail, closing = self._tail + text, self._tags.closing
         if closing in tail:
             self._phase = "space"
-            self._forced.clear()
+            self._forced = deque(() if self._answer is None else self._tags.lead_ids)
             return
         self._tail = tail[max(len(tail) - len(closing) + 1, 0) :]
         if self._num_left == 0 and not self._forced:
-            self._forced.extend(range(len(self._tags.closing_ids)))
+            self._forced.extend(self._tags.closing_ids)
 
 
 def _bits(token_ids: Iterable[int], size: int) -> Bits:

@@ -25,6 +25,15 @@ class Thinking:
     """Whether the prompt ends in the block; if not, a completion may open it at its start."""
     budget: int | None = None
     """Tokens after which the block is closed; None: no limit."""
+    lead: str = ""
+    """What the model writes between the closing tag and its answer, if anything."""
+    num_led: int = 0
+    """Characters of the lead that the prompt ends with: an answer without thinking begins with the others."""
+
+    @property
+    def spellings(self) -> tuple[str, str, str]:
+        """What has to be told from text: the tags and the lead."""
+        return self.opening, self.closing, self.lead
 
 
 def switched(variables: Mapping[str, Any]) -> bool | None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -22,9 +23,12 @@ from hf_triton.protocol.structured_output import Grammar
 from hf_triton.protocol.thinking import Thinking
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.types import Constraint
+from hf_triton.tasks.text_generation.message import MessageReader, ThinkingReader
 from hf_triton.tasks.text_generation.tokenizer import TextCodec
 from hf_triton.testing import build_tiny_checkpoint
 from hf_triton.testing.checkpoints import VOCAB_SIZE
+from tests.support import harmony
+from tests.support.harmony import build_harmony_checkpoint
 from tests.support.listener import group_of
 from tests.support.reference import Reference, load_reference, solo_ids
 
@@ -71,12 +75,12 @@ def start() -> Iterator[Callable[..., GenerationEngine]]:
 class Writer:
     """Submits guided prompts, and others, to an engine."""
 
-    def __init__(self, engine: GenerationEngine, reference: Reference) -> None:
+    def __init__(self, engine: GenerationEngine, reference: Reference, size: int = VOCAB_SIZE) -> None:
         self.engine, self.reference = engine, reference
-        self.codec = TextCodec(reference.tokenizer, VOCAB_SIZE)
+        self.codec = TextCodec(reference.tokenizer, size)
         self.prompt_ids = self.codec.encode(PROMPT, 0)
         self.preceding = [] if reference.model.config.is_encoder_decoder else self.prompt_ids
-        self._compiler = GrammarCompiler(reference.tokenizer, VOCAB_SIZE, eos_ids(reference.model))
+        self._compiler = GrammarCompiler(reference.tokenizer, size, eos_ids(reference.model))
 
     def submit(
         self,
@@ -188,6 +192,41 @@ def test_thinking_is_the_models_own_up_to_its_budget(
     (unbounded,) = writer.submit(SamplingParams(40), GRAMMAR, thinking=Thinking("<think>", "</think>", True))()
     assert unbounded.token_ids == own
     assert unbounded.finish_reason == "length"
+
+
+@pytest.mark.parametrize("engine", ["continuous", "batch"])
+def test_an_answer_of_gpt_oss_begins_in_its_final_channel(
+    engine: str, tmp_path: Path, start: Callable[..., GenerationEngine]
+) -> None:
+    reference = load_reference(build_harmony_checkpoint(tmp_path))
+    own = solo_ids(reference.model, TextCodec(reference.tokenizer, harmony.SIZE).encode(PROMPT, 0), 20)
+    writer = Writer(start(reference.model, engine), reference, harmony.SIZE)
+    drawn = SamplingParams(200, do_sample=True, temperature=1.5, seed=3, num_return_sequences=3)
+    waits = [
+        (thinking, writer.submit(params, GRAMMAR, thinking=thinking))
+        for budget in (0, 4)
+        for thinking in (replace(harmony.THINKING, budget=budget, is_open=is_open) for is_open in (True, False))
+        for params in (SamplingParams(200), drawn)
+    ]
+    free = writer.submit(SamplingParams(20), None)
+    (budgeted,) = writer.submit(SamplingParams(20), None, thinking=replace(harmony.THINKING, budget=2, is_open=True))()
+    assert budgeted.token_ids[:3] == [*own[:2], reference.tokenizer.convert_tokens_to_ids(harmony.END)]
+    for thinking, wait in waits:
+        for completion in wait():
+            text = reference.tokenizer.decode(completion.token_ids)
+            _, end, rest = text.partition(harmony.END)
+            if thinking.is_open or end:
+                assert rest.startswith(harmony.START + harmony.FINAL)
+            assert thinking.is_open or text.startswith((harmony.ANALYSIS, harmony.FINAL))
+            reader = ThinkingReader(MessageReader, thinking)
+            reader.feed(text)
+            reader.finish(is_cut=completion.finish_reason == "length")
+            message = reader.message()
+            if completion.finish_reason == "eos":
+                jsonschema.validate(json.loads(message["content"]), SCHEMA)
+            assert "<|" not in (message["content"] or "")
+            assert thinking.budget or "reasoning_content" not in message
+    assert free()[0].token_ids == own
 
 
 def check_answer(writer: Writer, answer: Completion) -> None:

@@ -16,6 +16,7 @@ from hf_triton.openai.config import GatewayConfig
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from tests.support.chat import build_chat_checkpoint
 from tests.support.gateway import GatewayThread, add_demo
+from tests.support.harmony import build_harmony_checkpoint
 from tests.support.paths import ROOT, load_script
 from tests.support.slow_model import DECOUPLED, SLOW_MODEL
 from tests.support.writing_model import CHATML, WRITING_MODEL
@@ -65,18 +66,24 @@ def client(gateway: GatewayThread) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="session")
 def agents(tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path]) -> Iterator[GatewayThread]:
-    """A gateway with `writes`, which writes what it is told to, `free`, of random weights, and their stream doors."""
+    """A gateway with `writes`, which writes what it is told to, `free`, of random weights, and their stream doors.
+
+    `harmony` writes too, as gpt-oss does.
+    """
     root = tmp_path_factory.mktemp("agents")
     checkpoint = build_tiny_checkpoint(root / "checkpoint", chat_template=CHATML, max_position_embeddings=40_960)
     folder = make_folder(root / "repository", "writes", huggingface_model=checkpoint, max_output_length=400)
-    (folder / "1" / "model.py").write_text(WRITING_MODEL)
+    channels = build_harmony_checkpoint(root / "channels", max_position_embeddings=4096)
+    harmony = make_folder(root / "repository", "harmony", huggingface_model=channels, config=DECOUPLED)
+    for writing in (folder, harmony):
+        (writing / "1" / "model.py").write_text(WRITING_MODEL)
     no_thinking = json.dumps({"thinking_budget": 0})
     shared = {"huggingface_model": checkpoint, "max_output_length": 400}
     free = make_folder(root / "repository", "free", generation_defaults=no_thinking, **shared)
     for served in (folder, free):
         shutil.copytree(ROOT / "stream_door", served.with_name(f"{served.name}_stream"))
     with TritonServer(root / "repository") as server:
-        for name in ("writes", "writes_stream", "free", "free_stream"):
+        for name in ("writes", "writes_stream", "free", "free_stream", "harmony"):
             assert server.is_model_ready(name), server.log_tail()
         with GatewayThread(GatewayConfig(triton=server.grpc_url, port=0)) as running:
             yield running

@@ -66,6 +66,60 @@ def test_chat_completions(openai_agent: openai.OpenAI) -> None:
         json.loads(other.message.content)
 
 
+TRIP = '{"city": "Köln", "days": 2}'
+THOUGHT = "<|channel|>analysis<|message|>They ask, {so}.<|end|>"
+LEAD = "<|start|>assistant<|channel|>final<|message|>"
+ANSWER, CALLS = LEAD + TRIP, f'[{{"name": "trip", "arguments": {TRIP}}}]'
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "trip", "parameters": SCHEMA}}
+FORCED: dict[str, Any] = {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "trip"}}}
+UNCUT = ("They ask, {so}.", TRIP)
+
+
+@pytest.mark.parametrize(
+    ("says", "fields", "expected"),
+    [
+        (THOUGHT + ANSWER, {"response_format": FORMAT}, UNCUT),
+        (THOUGHT + ANSWER, FORCED, UNCUT),
+        (THOUGHT + LEAD + CALLS, FORCED | {"tool_choice": "required"}, UNCUT),
+        (THOUGHT + ANSWER, {"extra_body": {"structured_outputs": {"choice": ["no", TRIP]}}}, UNCUT),
+        (THOUGHT + ANSWER, {}, UNCUT),
+        (THOUGHT + ANSWER, {"reasoning_effort": "none"}, ("", TRIP)),
+        ("<|channel|>final<|message|>" + TRIP, {"response_format": FORMAT}, ("", TRIP)),
+        (THOUGHT + ANSWER, {"response_format": FORMAT, "max_tokens": 300, "extra_body": {"thinking_budget": 4}}, None),
+        (THOUGHT + ANSWER, {"response_format": FORMAT, "max_tokens": 300, "reasoning_effort": "none"}, None),
+    ],
+)
+def test_channels_of_gpt_oss(
+    openai_agent: openai.OpenAI, says: str, fields: dict[str, Any], expected: Parts | None
+) -> None:
+    """A constraint holds in the final channel, streamed as whole; the model writes as it does unless it must not."""
+    asked: dict[str, Any] = {"model": "harmony", "messages": [{"role": "user", "content": f"say:{says}"}], **fields}
+    [choice] = openai_agent.chat.completions.create(**asked).choices
+    message = choice.message
+    calls = [call.function.arguments for call in message.tool_calls or () if call.type == "function"]
+    reasoning = (message.model_extra or {}).get("reasoning_content", "")
+    content = calls[0] if calls else message.content or ""
+    assert bool(calls) == ("tools" in fields)
+    chunks = openai_agent.chat.completions.create(**asked, stream=True)
+    deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+    assert "".join((delta.model_extra or {}).get("reasoning_content") or "" for delta in deltas) == reasoning
+    pieces = [call.function for delta in deltas for call in delta.tool_calls or () if call.function]
+    texts = [piece.arguments for piece in pieces] if calls else [delta.content for delta in deltas]
+    assert "".join(text or "" for text in texts) == content
+    if expected is None:
+        check((reasoning, content), thinks="reasoning_effort" not in fields)
+        assert "<|" not in reasoning
+    else:
+        assert (reasoning, content) == expected
+
+
+def test_thinking_uses_up_the_tokens(openai_agent: openai.OpenAI) -> None:
+    says: list[Any] = [{"role": "user", "content": "say:<|channel|>analysis<|message|>" + "so " * 200}]
+    [cut] = openai_agent.chat.completions.create(model="harmony", messages=says, response_format=FORMAT).choices
+    assert (cut.finish_reason, cut.message.content) == ("length", None)
+    assert (cut.message.model_extra or {})["reasoning_content"].startswith("so so so")
+
+
 def test_responses(responses: Any) -> None:
     asked = {"model": "free", **BODIES[RESPONSES], "extra_body": {"thinking_budget": 7}}
     answer = responses.create(**asked)

@@ -13,6 +13,7 @@ import pytest
 
 from hf_triton.errors import RequestError, SettingsError
 from hf_triton.protocol.chat import parse_chat
+from hf_triton.protocol.thinking import Thinking
 from hf_triton.tasks.text_generation.message import CallArrayReader, MessageReader, NamedCallReader
 from hf_triton.tasks.text_generation.response_parser import MAX_SPACE
 from hf_triton.tasks.text_generation.response_template import (
@@ -25,6 +26,7 @@ from hf_triton.tasks.text_generation.response_template import (
     shipped_names,
     shipped_template,
 )
+from tests.support.paths import ROOT
 
 TOOLS = [
     {
@@ -127,7 +129,7 @@ EXAMPLES: list[tuple[str, str, str, str | None, str | None, list[str]]] = [
 ]
 
 
-IM, R1, GLM = "<|im_start|>assistant\n", "<｜Assistant｜>", "<|assistant|>"
+IM, R1, GLM, HARMONY = "<|im_start|>assistant\n", "<｜Assistant｜>", "<|assistant|>", "<|start|>assistant"
 # template, prompt, and whether its block is open; None: it is closed, or there is none
 BLOCKS: list[tuple[str, str, bool | None]] = [
     ("qwen3", IM, False),
@@ -148,7 +150,11 @@ BLOCKS: list[tuple[str, str, bool | None]] = [
     ("think", "<user>Hi\n", False),
     ("mistral-args", "[INST]Hi[/INST]", False),
     ("mistral-args", "[INST]Hi[/INST][THINK]", True),
-    ("gpt-oss", "<|start|>assistant", None),
+    ("gpt-oss", HARMONY, False),
+    ("gpt-oss", f"{HARMONY}<|channel|>analysis<|message|>Hm", True),
+    ("gpt-oss", f"{HARMONY}<|channel|>analysis<|message|>Hm<|end|>{HARMONY}", False),
+    ("gpt-oss", f"{HARMONY}<|channel|>final<|message|>The answer is", None),
+    ("gpt-oss", f"{HARMONY}<|channel|>final<|message|>", None),
     ("hermes", IM, None),
     ("llama3", "<|start_header_id|>assistant<|end_header_id|>\n\n", None),
     ("mistral", "[INST]Hi[/INST]", None),
@@ -184,16 +190,66 @@ def test_tags_that_are_not_two_strings_are_none(field: dict[str, Any]) -> None:
     assert MessageFormat(spec, {}).thinking("<user>Hi\n<think>\n") is None
 
 
+PATTERNS = {"content": {}, "thinking": {"open_pattern": "<[ab]>", "close": ["</a>", "</b>"]}}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "lead", "rest"),
+    [("<s>", "", ""), ("<s>", "<s>x", "x"), ("<s>", "y", "y"), ("Hm <s", "<s>x", ">x"), ("x", "x", None)],
+)
+def test_a_template_names_its_tags_beside_patterns(prompt: str, lead: str, rest: str | None) -> None:
+    named = {"open": "<a>\n", "close": "\n</a>\n"} | ({"lead": lead} if lead else {})
+    spec = {"start_anchor": "<s>", "fields": PATTERNS, "thinking": named}
+    thinking = MessageFormat(spec, {}).thinking(prompt)
+    assert (None if thinking is None else thinking.lead[thinking.num_led :]) == rest
+    assert thinking is None or (thinking.opening, thinking.closing) == ("<a>", "</a>")
+    assert message(reader_of(spec, "<s>"), "<b>Hm</b>Yes.") == wanted("Yes.", "Hm", [])
+
+
+def test_the_template_of_the_documents_names_its_tags() -> None:
+    text = (ROOT / "docs" / "chat.md").read_text().split("### Tags of thinking")[1]
+    messages = MessageFormat(json.loads(text.split("```json")[1].split("```")[0]), {})
+    thinking = messages.thinking("<user>Hi<bot>")
+    assert thinking == Thinking("<plan>", "</plan>", is_open=False, lead="<bot><say>", num_led=5)
+    for answer in ("<plan>Hm</plan><bot><say>Yes.</say>", "<say>Yes.</say>"):
+        for is_constrained in (True, False):
+            plan = messages.plan(None, "<bot>", is_constrained=is_constrained, thinking=thinking)
+            made = message(plan.build_reader(), answer.removesuffix("</say>" if is_constrained else ""), 3)
+            assert made == wanted("Yes.", "Hm" if "Hm" in answer else None, [])
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        None,
+        [],
+        "<a>",
+        {},
+        {"open": "<a>"},
+        {"open": "<a>", "close": ""},
+        {"open": "<a>", "close": "<a>"},
+        {"open": "<a>", "close": ["</a>"]},
+        {"open": "<a>", "close": "</a>", "lead": None},
+        {"open": "<a>", "close": "</a>", "leed": "x"},
+        {"open": "<a>", "close": "</a>", "lead": "x" * 200},
+    ],
+)
+def test_tags_that_are_named_wrong_are_refused(tmp_path: Path, named: object) -> None:
+    (tmp_path / "mine.json").write_text(json.dumps({"start_anchor": "<s>", "fields": PATTERNS, "thinking": named}))
+    with pytest.raises(SettingsError, match=r"thinking must be an object of open and close, two different strings"):
+        load_response_template("mine.json", tmp_path)
+
+
 def reader_of(template: Any, prompt: str = "", **options: Any) -> MessageReader:
     chat = parse_chat(json.dumps([{"role": "user", "content": "x"}]), {"tools": TOOLS, **options}, 10_000)
     return MessageFormat(template, {}).plan(chat, prompt, is_constrained=False).build_reader()
 
 
-def message(reader: MessageReader, text: str, step: int | None = None) -> dict[str, Any]:
+def message(reader: MessageReader, text: str, step: int | None = None, *, is_cut: bool = False) -> dict[str, Any]:
     step = step or max(len(text), 1)
     for start in range(0, len(text), step):
         reader.feed(text[start : start + step])
-    reader.finish()
+    reader.finish(is_cut=is_cut)
     made = reader.message()
     for call in made.get("tool_calls", ()):
         assert call.pop("id").startswith("call_")
@@ -219,6 +275,19 @@ def test_pieces_of_any_size_make_the_same_message(
     for step in (None, 1, 2, 3, 5, 7):
         made = message(reader_of(shipped_template(name), prompt), text, step)
         assert made == wanted(content, reasoning, arguments), step
+
+
+@pytest.mark.parametrize("step", [None, 1, 3])
+@pytest.mark.parametrize(("name", "prompt", "text", "content", "reasoning"), [each[:5] for each in EXAMPLES if each[4]])
+def test_a_message_that_is_cut_shows_no_part_of_a_tag_of_reasoning(
+    name: str, prompt: str, text: str, content: str | None, reasoning: str, step: int | None
+) -> None:
+    end_of_reasoning = text.index("Hm.") + len(reasoning)
+    for end in range(len(text)):
+        made = message(reader_of(shipped_template(name), prompt), text[:end], step, is_cut=True)
+        assert reasoning.startswith(made.get("reasoning_content", "")), text[:end]
+        if end < end_of_reasoning + 10:
+            assert (content or "").startswith(made["content"] or ""), text[:end]
 
 
 def test_every_shipped_template_has_an_example() -> None:

@@ -3,6 +3,7 @@
 
 import json
 import random
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -28,6 +29,9 @@ SCHEMA = {
 ODD_TOKENS = ("</think>{", "</think>\n\n", 'k>{"', ">\n", "</thi", "<thi", ">{", "think>so", "> }")
 """Tokens that spell a tag with a neighbour, or a part of one."""
 TAGS = {"tokens": ("<think>", "</think>"), "letters": ("<think>", "</think>"), "special": ("[THINK]", "[/THINK]")}
+START, FINAL = "<|start|>assistant", "<|channel|>final<|message|>"
+CHANNELS = Thinking("<|channel|>analysis<|message|>", "<|end|>", False, lead=START + FINAL, num_led=len(START))
+"""gpt-oss's, behind a prompt that ends with `START`."""
 
 
 @cache
@@ -38,6 +42,9 @@ def tokenizer_of(kind: str) -> Any:
         backend.add_tokens([AddedToken(tag, normalized=False) for tag in TAGS[kind]])
     elif kind == "special":
         backend.add_special_tokens([AddedToken(tag, normalized=False) for tag in TAGS[kind]])
+    elif kind == "channels":
+        names = ("start", "channel", "message", "end", "call")
+        backend.add_special_tokens([AddedToken(f"<|{name}|>", normalized=False) for name in names])
     build: Any = PreTrainedTokenizerFast
     return build(tokenizer_object=backend, bos_token=BOS, eos_token=EOS, unk_token=UNK)
 
@@ -48,13 +55,19 @@ def compiler_of(kind: str) -> GrammarCompiler:
     return GrammarCompiler(tokenizer, len(tokenizer), frozenset([tokenizer.eos_token_id]))
 
 
+def thinking_of(kind: str, *, is_open: bool, budget: int | None) -> Thinking:
+    if kind == "channels":
+        return replace(CHANNELS, is_open=is_open, budget=budget)
+    return Thinking(*TAGS[kind], is_open, budget)
+
+
 def constraint_of(
     kind: str, grammar: Grammar | None, *, is_open: bool = True, budget: int | None = None
 ) -> ThinkingConstraint:
     compiler, params, answer = compiler_of(kind), SamplingParams(1), None
     if grammar is not None:
         params, answer = compiler.compile(grammar, params)
-    build = compiler.behind_thinking(Thinking(*TAGS[kind], is_open, budget), params, answer)
+    build = compiler.behind_thinking(thinking_of(kind, is_open=is_open, budget=budget), params, answer)
     assert build is not None
     return build()
 
@@ -96,20 +109,20 @@ def draw(constraint: ThinkingConstraint, kind: str, source: random.Random, tag: 
     return drawn
 
 
-def read(text: str, thinking: Thinking, size: int) -> dict[str, Any]:
+def read(text: str, thinking: Thinking, size: int, *, is_cut: bool = False) -> dict[str, Any]:
     """The message of a text that comes in pieces; those of any size give the same."""
     reader = ThinkingReader(MessageReader, thinking)
     for start in range(0, len(text), size):
         reader.feed(text[start : start + size])
-    reader.finish()
+    reader.finish(is_cut=is_cut)
     return reader.message()
 
 
 @pytest.mark.parametrize("budget", [None, 0, 5])
 @pytest.mark.parametrize("is_open", [True, False])
-@pytest.mark.parametrize("kind", TAGS)
+@pytest.mark.parametrize("kind", [*TAGS, "channels"])
 def test_what_follows_thinking_is_json_of_the_schema(kind: str, is_open: bool, budget: int | None) -> None:
-    thinking, num_thoughts, num_whole = Thinking(*TAGS[kind], is_open, budget), 0, 0
+    thinking, num_thoughts, num_whole = thinking_of(kind, is_open=is_open, budget=budget), 0, 0
     for seed in range(30):
         constraint = constraint_of(kind, json_schema(SCHEMA), is_open=is_open, budget=budget)
         ids = draw(constraint, kind, random.Random(seed), thinking.opening if seed % 3 == 0 else thinking.closing)
@@ -122,6 +135,7 @@ def test_what_follows_thinking_is_json_of_the_schema(kind: str, is_open: bool, b
             num_whole += 1
             jsonschema.validate(json.loads(message["content"]), SCHEMA)
             assert "reasoning_content" not in message or thinking.closing not in message["reasoning_content"]
+            assert thinking.lead[thinking.num_led :] in text
         elif message["content"] is not None:
             assert not message["content"] or message["content"].startswith("{")
     assert num_whole > 5
@@ -202,6 +216,43 @@ def test_a_few_tokens_of_white_space_may_come_behind_the_tag() -> None:
     assert {decode("tokens", [token_id]) for token_id in allowed(constraint, "tokens")} <= {"y", "ye", "yes"}
 
 
+def test_a_lead_is_written_in_front_of_the_answer() -> None:
+    kind = "channels"
+    [channel, *_], lead = ids_of(kind, "<|channel|>"), ids_of(kind, START + FINAL)
+    for text in ("<|channel|>analysis<|message|>yes<|end|>", "<|channel|>analysis<|message|><|channel|><|end|>"):
+        constraint = constraint_of(kind, choice("yes"), is_open=False)
+        start = {decode(kind, [token_id]) for token_id in allowed(constraint, kind)}
+        assert "<|channel|>" in start
+        assert all("<|channel|>".startswith(other) for other in start)
+        for token_id in ids_of(kind, text):
+            assert token_id in allowed(constraint, kind)
+            constraint.accept(token_id)
+        for token_id in lead:
+            assert allowed(constraint, kind) == [token_id]
+            assert not constraint.is_complete
+            constraint.accept(token_id)
+        for token_id in ids_of(kind, "\nyes"):
+            assert token_id in allowed(constraint, kind)
+            constraint.accept(token_id)
+        assert constraint.is_complete
+    constraint = constraint_of(kind, choice("yes"), is_open=False, budget=0)
+    constraint.accept(channel)
+    names = {decode(kind, [token_id]) for token_id in allowed(constraint, kind)}
+    assert {name[0] for name in names} == {"a", "f"}
+    for token_id in ids_of(kind, "final<|message|>yes"):
+        assert token_id in allowed(constraint, kind)
+        constraint.accept(token_id)
+    assert constraint.is_complete
+
+
+def test_without_a_grammar_any_channel_follows_thinking() -> None:
+    constraint = constraint_of("channels", None, is_open=False, budget=1)
+    for token_id in ids_of("channels", "<|channel|>analysis<|message|>x<|end|><|start|>"):
+        assert token_id in allowed(constraint, "channels")
+        constraint.accept(token_id)
+    assert constraint.bitmask() is None
+
+
 def test_without_a_grammar_thinking_may_end_the_sequence() -> None:
     constraint = constraint_of("tokens", None, budget=5)
     assert constraint.bitmask() is None
@@ -226,6 +277,30 @@ def test_without_a_grammar_thinking_may_end_the_sequence() -> None:
 @pytest.mark.parametrize("size", [1, 2, 100])
 def test_a_text_that_is_cut_anywhere_keeps_both_parts(text: str, message: dict[str, Any], size: int) -> None:
     assert read(text, Thinking("<think>", "</think>", True), size) == {"role": "assistant", **message}
+
+
+THOUGHT = CHANNELS.opening + " Hm <|x\n" + CHANNELS.closing
+CHANNELED = {"role": "assistant", "content": "{}", "reasoning_content": "Hm <|x"}
+CUT: list[tuple[Thinking, str, dict[str, Any]]] = [
+    (CHANNELS, f"{THOUGHT}{CHANNELS.lead}{{}}", CHANNELED),
+    (CHANNELS, f"{THOUGHT}\n{CHANNELS.lead} {{}}", CHANNELED),
+    (CHANNELS, f"{FINAL}{{}}", {"role": "assistant", "content": "{}"}),
+    (CHANNELS, f"{FINAL}{CHANNELS.lead}", {"role": "assistant", "content": CHANNELS.lead}),
+    (Thinking("<think>", "</think>", False), "<think>\nHm <|x\n</think>\n\n{}", CHANNELED),
+    (Thinking("<think>", "</think>", True), "\nHm <|x</think>{}", CHANNELED),
+]
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+@pytest.mark.parametrize(("thinking", "text", "whole"), CUT)
+def test_a_text_that_is_cut_shows_no_part_of_a_tag(
+    thinking: Thinking, text: str, whole: dict[str, Any], size: int
+) -> None:
+    assert read(text, thinking, size) == whole
+    for end in range(len(text) + 1):
+        made = read(text[:end], thinking, size, is_cut=True)
+        for name in ("content", "reasoning_content"):
+            assert whole.get(name, "").startswith(made.get(name) or ""), text[:end]
 
 
 @pytest.mark.parametrize("text", ["{}", " {}", "<b", "<thi", "<b>\n</think>"])

@@ -44,8 +44,12 @@ class MessageReader:
         """Read a piece of the completion."""
         self._content += text
 
-    def finish(self) -> None:
-        """Read what was held back; the completion has ended."""
+    def finish(self, *, is_cut: bool = False) -> None:
+        """Read what was held back; the completion has ended.
+
+        Args:
+            is_cut: Whether the model would have gone on: the beginning of a tag of reasoning at the end is no text.
+        """
 
     def take(self) -> dict[str, Any]:
         """What was read since the last call, as the delta of a stream."""
@@ -98,32 +102,24 @@ class ThinkingReader(MessageReader):
         super().__init__()
         self._answer = build_answer()
         self._thinking = thinking
-        self._tag: str | None = thinking.closing if thinking.is_open else thinking.opening  # None: the answer has begun
+        self._lead = thinking.lead
         self._unread = ""
-        self._has_begun = False  # the thought, or the answer behind it
+        self._has_thought = False
+        self._read: Callable[[str], None] = self._read_thought if thinking.is_open else self._read_start
 
     def feed(self, text: str) -> None:
         """Read a piece of the completion."""
         text, self._unread = self._unread + text, ""
-        if self._tag == self._thinking.opening:
-            self._read_start(text)
-            return
-        if not self._has_begun:
-            text = text.lstrip()
-        if self._tag is not None:
-            self._read_thought(text)
-        elif text:
-            self._has_begun = True
-            self._answer.feed(text)
+        self._read(text)
 
-    def finish(self) -> None:
+    def finish(self, *, is_cut: bool = False) -> None:
         """Read what was held back; the completion has ended."""
-        if self._tag == self._thinking.closing:
+        if self._read == self._read_thought and not is_cut:
             self._reasoning += self._unread.rstrip()
-        else:
+        elif self._read == self._read_start and not is_cut:
             self._answer.feed(self._unread)
         self._unread = ""
-        self._answer.finish()
+        self._answer.finish(is_cut=is_cut)
 
     def take(self) -> dict[str, Any]:
         """What was read since the last call, as the delta of a stream."""
@@ -131,26 +127,43 @@ class ThinkingReader(MessageReader):
 
     def _read_start(self, text: str) -> None:
         opening, begun = self._thinking.opening, text.lstrip()
+        lead = self._lead[self._thinking.num_led :]
         if begun.startswith(opening):
-            self._tag = self._thinking.closing
-            self.feed(begun[len(opening) :])
-        elif opening.startswith(begun):
+            self._go_on(self._read_thought, begun[len(opening) :])
+        elif lead and begun.startswith(lead):
+            self._lead = ""
+            self._go_on(self._read_space, begun[len(lead) :])
+        elif opening.startswith(begun) or lead.startswith(begun):
             self._unread = text
         else:
-            self._tag, self._has_begun = None, True
-            self.feed(text)
+            self._go_on(self._answer.feed, text)
 
     def _read_thought(self, text: str) -> None:
         closing = self._thinking.closing
+        if not self._has_thought:
+            text = text.lstrip()
         thought, tag, rest = text.partition(closing)
-        thought = thought if tag else _without_start_of(closing, thought)
-        self._reasoning += thought.rstrip()
-        self._has_begun |= bool(thought.rstrip())
+        thought = (thought if tag else _without_start_of(closing, thought)).rstrip()
+        self._reasoning += thought
+        self._has_thought |= bool(thought)
         if tag:
-            self._tag, self._has_begun = None, False
-            self.feed(rest)
+            self._go_on(self._read_space, rest)
         else:
-            self._unread = text[len(thought.rstrip()) :]
+            self._unread = text[len(thought) :]
+
+    def _read_space(self, text: str) -> None:
+        """Read what stands between thinking and the answer: white space, and the lead."""
+        text = text.lstrip()
+        answer = text.removeprefix(self._lead).lstrip()
+        if answer and not self._lead.startswith(text):
+            self._go_on(self._answer.feed, answer)
+        else:
+            self._unread = text
+
+    def _go_on(self, read: Callable[[str], None], text: str) -> None:
+        """Read the rest in another way."""
+        self._read = read
+        read(text)
 
 
 def _without_start_of(tag: str, text: str) -> str:
@@ -189,7 +202,7 @@ class NamedCallReader(MessageReader):
         else:
             self._start_call(kind, {"name": self._name, field: text})
 
-    def finish(self) -> None:
+    def finish(self, *, is_cut: bool = False) -> None:
         """Read arguments that were held back."""
         if self._arguments:
             self._add_call(self._name, self._arguments)
@@ -227,7 +240,7 @@ class CallArrayReader(MessageReader):
         if self._depth > 1:
             self._unread += text[start:]
 
-    def finish(self) -> None:
+    def finish(self, *, is_cut: bool = False) -> None:
         """Give a call that is cut off as content."""
         self._content += self._unread
         self._unread = ""
@@ -275,7 +288,7 @@ class RequiredCallReader(CallArrayReader):
         elif text:
             self._calls.append({"index": 0, CUSTOM: {INPUT: text}})
 
-    def finish(self) -> None:
+    def finish(self, *, is_cut: bool = False) -> None:
         """Give what is cut off before a call as content."""
         self._content += self._start or ""
         super().finish()

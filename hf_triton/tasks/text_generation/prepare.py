@@ -201,7 +201,7 @@ class PromptPreparer:
             return None
         prompt = self.codec.decode(ids, keeps_special_tokens=True) if model_text is None else model_text
         thinking = self._messages.thinking(prompt)
-        if thinking is None or (is_off and not thinking.is_open):
+        if thinking is None or (is_off and not thinking.is_open and not thinking.lead):
             return None
         return replace(thinking, budget=budget)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
-from hf_triton.engine.sequence import Completion, Outcome, SequenceGroup, SequenceListener
+from hf_triton.engine.sequence import Completion, FinishReason, Outcome, SequenceGroup, SequenceListener
 from hf_triton.errors import CancelledError, HfTritonError, as_own_error, panics_as_errors
 from hf_triton.protocol.requests import GenerationRequest
 from hf_triton.protocol.responses import encode_timings
@@ -29,6 +29,8 @@ MAX_QUICK_TOKENS: Final = 4096
 """New tokens of a response that the sender's thread builds itself, in 20 ms."""
 MAX_QUICK_LOGPROBS: Final = 256
 """The same for tokens with log probabilities, the prompt's included."""
+CUT: Final[tuple[FinishReason, ...]] = ("length", "deadline")
+"""What ends a completion that the model would have continued."""
 
 
 @dataclass
@@ -52,13 +54,18 @@ class _Writing:
         self.num_sent_tokens += len(piece.token_ids)
         return piece
 
-    def read(self, text: str, *, is_last: bool = False) -> dict[str, Any]:
-        """Read new text. Returns the delta of the message."""
+    def read(self, text: str, ended_by: FinishReason | None = None) -> dict[str, Any]:
+        """Read new text. Returns the delta of the message.
+
+        Args:
+            text: What is new.
+            ended_by: Why the completion has ended; None: it goes on.
+        """
         if self.reader is None:
             return {}
         self.reader.feed(text)
-        if is_last:
-            self.reader.finish()
+        if ended_by is not None:
+            self.reader.finish(is_cut=ended_by in CUT)
         return self.reader.take()
 
 
@@ -321,7 +328,7 @@ class GenerationResponse(SequenceListener):
             writing = self._writing[row][index]
             rest, num_sent = writing.stream.finish(), writing.num_sent_tokens
             text, stop_string = writing.unsent + rest, writing.stream.stop_string
-            message = writing.read(_marked(writing.stream, rest), is_last=True)
+            message = writing.read(_marked(writing.stream, rest), completion.finish_reason)
         else:  # not from `writing`: `best_of` has reordered the completions
             whole = self._codec.continuation(prompt.preceding_ids, completion.token_ids)
             new, stop_string = up_to_stop(whole, prompt.asked.stop_strings, includes_stop=prompt.asked.includes_stop)
@@ -349,7 +356,7 @@ class GenerationResponse(SequenceListener):
             text = stream.take_marked()
         reader = plan.build_reader()
         reader.feed(text)
-        reader.finish()
+        reader.finish(is_cut=completion.finish_reason in CUT)
         message = reader.take() if self.streams else reader.message()
         if message.get("content"):
             message["content"] = self._hooks.postprocess(message["content"])

@@ -53,6 +53,12 @@ def _parser_class() -> Any:
             self._buffer += text
             self._process(events, eos=is_last)
 
+        def drop_cut_tag(self) -> None:
+            """Forget the beginning of a tag of reasoning at the end of the text."""
+            watch = [(kind, field) for kind, field in self._watchlist() if field.name in REASONING]
+            if self._current in REASONING or not self._opened:
+                self._buffer = self._buffer[: self._scan(watch, eos=False)[1]]
+
         def unread(self) -> str:
             """The text of a completion that no event has."""
             is_raw = self._current is not None and not self._is_text(self._current)
@@ -159,16 +165,18 @@ class TemplateReader(MessageReader):
         else:
             self._read(text)
 
-    def finish(self) -> None:
+    def finish(self, *, is_cut: bool = False) -> None:
         """Read what was held back; the completion has ended."""
         if self._parser is not None:
-            self._read("", is_last=True)
+            self._read("", is_last=True, is_cut=is_cut)
         if not self._is_behind_region:
             self._content += self._content_space
 
-    def _read(self, text: str, *, is_last: bool = False) -> None:
+    def _read(self, text: str, *, is_last: bool = False, is_cut: bool = False) -> None:
         events: list[dict[str, Any]] = []
         try:
+            if is_cut:
+                self._parser.drop_cut_tag()
             self._parser.read(text, events, is_last=is_last)
         except Exception as error:
             logger.warning("the response template fails, so the rest of a completion is content: %s", where(error))

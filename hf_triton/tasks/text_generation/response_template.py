@@ -35,7 +35,9 @@ NONE: Final = "none"
 """The setting that switches parsing off."""
 MAX_TEMPLATE_BYTES: Final = 1_000_000
 MAX_TAGS: Final = 128
-"""Characters of the tags around thinking."""
+"""Characters of the tags around thinking, and of what comes behind them."""
+TAGS: Final = "thinking"
+"""Our own key of a response template: the tags around thinking, where those of its fields are no strings."""
 Spec = Mapping[str, Any]
 
 
@@ -62,6 +64,8 @@ class MessageFormat:
         self.reasons = spec is not None and not REASONING.isdisjoint(spec["fields"])
         """Whether messages may have reasoning."""
         self._tags = None if spec is None else _tags_of(spec)
+        if self.reasons and self._tags is None:
+            logger.info("a constraint holds for thinking too: the response template does not name its tags")
 
     def thinking(self, prompt: str) -> Thinking | None:
         """The tags of the thinking that completions of a prompt may begin with.
@@ -75,13 +79,14 @@ class MessageFormat:
         """
         if self._tags is None:
             return None
-        opening, closing = self._tags
+        opening, closing, lead = self._tags
         message = self._with_tools.end_of(prompt)
         if message.rfind(opening) > message.rfind(closing):
-            return Thinking(opening, closing, is_open=True)
-        if message.strip() or prompt.rstrip().endswith(closing):
+            return Thinking(opening, closing, is_open=True, lead=lead)
+        num_led = next(num for num in range(len(lead), -1, -1) if prompt.endswith(lead[:num]))
+        if message.strip() or prompt.rstrip().endswith(closing) or 0 < len(lead) == num_led:
             return None
-        return Thinking(opening, closing, is_open=False)
+        return Thinking(opening, closing, is_open=False, lead=lead, num_led=num_led)
 
     def plan(
         self, chat: Chat | None, prompt: str, *, is_constrained: bool, thinking: Thinking | None = None
@@ -96,8 +101,8 @@ class MessageFormat:
         """
         if is_constrained and thinking is not None:
             build_answer = self.plan(chat, prompt, is_constrained=True).build_reader
-            tags = {thinking.opening, thinking.closing}
-            markers = {token_id: text for token_id, text in self._special_tokens.items() if text in tags}
+            words = "\n".join(thinking.spellings)
+            markers = {token_id: text for token_id, text in self._special_tokens.items() if text in words}
             return MessagePlan(partial(ThinkingReader, build_answer, thinking), markers)
         options = {"has_short_ids": self._has_short_ids, "custom_names": chat.custom_names if chat else frozenset()}
         if chat is not None and (call := chat.forced_call) is not None:
@@ -141,13 +146,25 @@ class _Template:
         return "" if end is None else prompt[end:]
 
 
-def _tags_of(spec: Spec) -> tuple[str, str] | None:
-    """The tags around reasoning; None: there is none, or patterns or several tags delimit it."""
+def _tags_of(spec: Spec) -> tuple[str, str, str] | None:
+    """The tags around reasoning, and the lead behind; None: no reasoning, or patterns or several tags delimit it.
+
+    Raises:
+        ValueError: The template's own `thinking` does not name tags.
+    """
     field: Mapping[str, Any] = next((field for name, field in spec["fields"].items() if name in REASONING), {})
-    opening, closing = field.get("open"), field.get("close")
-    if not isinstance(opening, str) or not isinstance(closing, str) or opening == closing:
-        return None
-    return (opening, closing) if min(len(opening), len(closing)) > 0 and len(opening + closing) <= MAX_TAGS else None
+    named = spec.get(TAGS, {name: field.get(name) for name in ("open", "close")})
+    if isinstance(named, Mapping) and {"open", "close"} <= named.keys() <= {"open", "close", "lead"}:
+        given = named["open"], named["close"], named.get("lead", "")
+        tags = [text.strip() for text in given if isinstance(text, str)]
+        if len(tags) == 3 and "" != tags[0] != tags[1] != "" and len("".join(tags)) <= MAX_TAGS:
+            return tags[0], tags[1], tags[2]
+    if TAGS in spec:
+        raise ValueError(
+            f"{TAGS} must be an object of open and close, two different strings, and perhaps lead, of up to {MAX_TAGS} "
+            "characters together"
+        )
+    return None
 
 
 class _TimedPattern:
@@ -162,7 +179,7 @@ class _TimedPattern:
 def _compile(spec: Spec) -> Any:
     from transformers.utils.chat_parsing.response_templates import load_response_template
 
-    template = load_response_template(dict(spec))
+    template = load_response_template({name: value for name, value in spec.items() if name != TAGS})
     template.start_anchor_re = _TimedPattern(template.start_anchor_re)
     for field in template.fields.values():
         field.open_re = field.open_re and _TimedPattern(field.open_re)
@@ -223,7 +240,7 @@ def load_response_template(setting: str | None, model_folder: Path) -> Spec | st
         if path.stat().st_size > MAX_TEMPLATE_BYTES:
             raise SettingsError(f"response_template names {path}, which has more than {MAX_TEMPLATE_BYTES} bytes")
         spec: Spec = _read(path)
-        _compile(spec)
+        MessageFormat(spec, {})
     except (OSError, RuntimeError) as error:  # there is none, or the home of an unknown user
         if "/" not in setting and not setting.endswith(".json"):
             hint = suggest(setting, [*shipped_names(), NONE], "docs/chat.md")
