@@ -37,8 +37,8 @@ BLOCK_VALUES: Final = 1 << 20
 NUM_ZEROS: Final = 16
 """Zeros of the resampler's filter on each side of its middle."""
 MAX_WEIGHTS: Final = 1 << 21
-"""Of the resampler. A rate without a simple ratio to the new one would take hundreds of megabytes: its ratio is rounded,
-by 10 ms an hour at most."""
+"""Of the resampler. A rate without a simple ratio to the new one would take hundreds of megabytes: its ratio is
+rounded, by 10 ms an hour at most."""
 ROLLOFF: Final = 0.95
 """Where the filter ends, as a part of the lower of both rates' bandwidths."""
 

@@ -248,7 +248,8 @@ class SpeechRecognition(DeclaredTask):
 
 def _chunk(text: str, start_s: float, end_s: float, duration_s: float) -> dict[str, Any]:
     """A part of the text with its times, which the model may put behind the audio's end, or before its beginning."""
-    return {"timestamp": [round(min(max(0.0, float(time_s)), duration_s), 3) for time_s in (start_s, end_s)], "text": text}
+    times_s = [round(min(max(0.0, float(time_s)), duration_s), 3) for time_s in (start_s, end_s)]
+    return {"timestamp": times_s, "text": text}
 
 
 def _load_extractor(folder: Path, settings: ModelSettings) -> Any:
