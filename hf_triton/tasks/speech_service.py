@@ -74,6 +74,8 @@ class SpeechService(EngineTask["_Response"]):
         self._task = task
         self._max_seconds = max_seconds
         self._meter = meter
+        self._answers = ThreadPoolExecutor(1, thread_name_prefix="hf_triton-answer")  # reading may take minutes
+        self._pools.append(self._answers)
 
     def submit(self, request: InferenceRequest, config: ResponseConfig) -> None:
         """Check a request and start it, see `Task`."""
@@ -82,7 +84,7 @@ class SpeechService(EngineTask["_Response"]):
         if config.is_batching:
             checked = dataclasses.replace(checked, shape=(len(checked.rows), 1))
         names = outputs_to_fill(declaration, config.named_outputs(request), config.output_names)
-        response = _Response(request, self._task, checked, names, self._meter, self._pool)
+        response = _Response(request, self._task, checked, names, self._meter, self._answers)
         num_prompts = sum(1 + len(row[AUDIO]) // BYTES_PER_PROMPT for row in response.files)
         self._begin(response, num_prompts, request.deadline_s(), is_quick=False)
 
