@@ -22,7 +22,7 @@ from hf_triton.openai.errors import RESPONSES, ApiError
 from hf_triton.openai.fields import IGNORED, Fields, Ignored
 from hf_triton.openai.gateway import gateway_of, request_id_of
 from hf_triton.openai.sse import EventStream, event
-from hf_triton.openai.triton_messages import SPEECH, TextRequest
+from hf_triton.openai.triton_messages import LORA_NAME, SPEECH, TextRequest, adapter_name
 from hf_triton.protocol.ports import JSON_OUTPUT
 from hf_triton.protocol.task_declaration import AUDIO
 from hf_triton.protocol.validation import parse_boolean
@@ -212,6 +212,7 @@ async def _transcript(
         "prompt": body.prompt,
         "temperature": body.temperature,
         "return_timestamps": "segment" if is_timed else None,
+        LORA_NAME: adapter_name(body.model, None),
         **parameters,
     }
     asked = TextRequest(
