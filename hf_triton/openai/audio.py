@@ -17,12 +17,13 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
+from hf_triton.errors import clip
 from hf_triton.openai.disconnect import run_while_connected
 from hf_triton.openai.errors import RESPONSES, ApiError
 from hf_triton.openai.fields import IGNORED, Fields, Ignored
 from hf_triton.openai.gateway import gateway_of, request_id_of
 from hf_triton.openai.sse import EventStream, event
-from hf_triton.openai.triton_messages import SPEECH, TextRequest
+from hf_triton.openai.triton_messages import SPEECH, TextRequest, adapter_name
 from hf_triton.protocol.ports import JSON_OUTPUT
 from hf_triton.protocol.task_declaration import AUDIO
 from hf_triton.protocol.validation import parse_boolean
@@ -206,6 +207,9 @@ async def _transcript(
         ApiError: The request is refused, the model has another task, or the client has left.
     """
     gateway = gateway_of(request)
+    if adapter := adapter_name(body.model, None):
+        message = f"there is no adapter {clip(adapter)}: models of speech take none"
+        raise ApiError(404, message, param="model", code="model_not_found")
     is_timed = body.response_format not in ("json", "text")
     given: dict[str, Any] = {
         "task": task,

@@ -235,7 +235,7 @@ def infer_request(folder: Folder, request: Generation | TextRequest, *, is_strea
     """The gRPC message of a request.
 
     Raises:
-        ApiError: A string is not Unicode.
+        ApiError: A string is not Unicode, or the folder has no such input.
     """
     message = service_pb2.ModelInferRequest(model_name=folder.name, id=request.request_id)
     try:
@@ -254,6 +254,9 @@ def _add_texts(message: Any, folder: Folder, request: TextRequest) -> dict[str, 
     """Add the texts and the wanted outputs of a request to an encoder; returns its parameters."""
     num_rows = max(map(len, request.texts.values()))
     for name, texts in request.texts.items():
+        if name not in folder.inputs:
+            sentence = f"the model '{folder.name}' takes no {name}; its inputs are {', '.join(sorted(folder.inputs))}"
+            raise ApiError(400, sentence, param=request.names.get(name, name), code="unsupported_parameter")
         is_shared = len(texts) == 1 and folder.max_batch_size > 0  # whose inputs have as many rows each
         _add_strings(message, folder, name, [*texts] * num_rows if is_shared else texts)
     for name in request.outputs:

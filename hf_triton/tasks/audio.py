@@ -11,8 +11,9 @@ import binascii
 import io
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 from typing import Any, Final
 
@@ -35,6 +36,9 @@ BLOCK_VALUES: Final = 1 << 20
 """Values of all channels that are read at a time."""
 NUM_ZEROS: Final = 16
 """Zeros of the resampler's filter on each side of its middle."""
+MAX_WEIGHTS: Final = 1 << 21
+"""Of the resampler. A rate without a simple ratio to the new one would take hundreds of megabytes: its ratio is
+rounded, by 10 ms an hour at most."""
 ROLLOFF: Final = 0.95
 """Where the filter ends, as a part of the lower of both rates' bandwidths."""
 
@@ -54,7 +58,9 @@ def import_soundfile() -> Any:
     return soundfile
 
 
-def read_audio(data: bytes, rate: int, max_seconds: float, name: str) -> Samples:
+def read_audio(
+    data: bytes, rate: int, max_seconds: float, name: str, check: Callable[[], None] = lambda: None
+) -> Samples:
     """Read a file, or base64 of it, with a data URI's head or without.
 
     Args:
@@ -62,6 +68,7 @@ def read_audio(data: bytes, rate: int, max_seconds: float, name: str) -> Samples
         rate: Of the result, in Hz.
         max_seconds: Longer audio is refused, before it is read.
         name: What messages call it.
+        check: Called for each block that is read: a small file may take minutes. What it raises ends the reading.
 
     Returns:
         `[samples]`, one or more, all finite; the mean of the channels.
@@ -74,7 +81,7 @@ def read_audio(data: bytes, rate: int, max_seconds: float, name: str) -> Samples
     try:
         with soundfile.SoundFile(io.BytesIO(data)) as file:
             _check_head(file, max_seconds, name)
-            blocks = list(resample(_mono_blocks(file, max_seconds, name), file.samplerate, rate))
+            blocks = list(resample(_mono_blocks(file, max_seconds, name, check), file.samplerate, rate))
     except soundfile.LibsndfileError as error:
         reason = error.error_string.rstrip(".")
         raise _refusal(f"{name} cannot be read as {FORMATS} ({reason}): encode it anew") from None
@@ -126,11 +133,12 @@ def _too_long(name: str, length: str, max_seconds: float) -> RequestError:
     )
 
 
-def _mono_blocks(file: Any, max_seconds: float, name: str) -> Iterator[Samples]:
+def _mono_blocks(file: Any, max_seconds: float, name: str, check: Callable[[], None]) -> Iterator[Samples]:
     """The means of the channels, block by block; what the file's head says of its length is not relied on."""
     num_left = math.floor(max_seconds * file.samplerate)
     size = max(1, BLOCK_VALUES // file.channels)
     while len(block := file.read(size, dtype="float32", always_2d=True)):
+        check()
         num_left -= len(block)
         if num_left < 0:
             raise _too_long(name, "is longer", max_seconds)
@@ -146,7 +154,8 @@ def resample(blocks: Iterator[Samples], rate: int, new_rate: int) -> Iterator[Sa
     if rate == new_rate:
         yield from blocks
         return
-    filter_ = _Polyphase(rate // math.gcd(rate, new_rate), new_rate // math.gcd(rate, new_rate))
+    ratio = Fraction(rate, new_rate)
+    filter_ = _Polyphase(ratio.limit_denominator(MAX_WEIGHTS // (2 * _Polyphase(ratio).reach)))
     kept, first, num_read, num_given = np.zeros(filter_.reach, np.float32), -filter_.reach, 0, 0
     for block in _with_end(blocks):
         if block is None:
@@ -169,15 +178,24 @@ def _with_end(blocks: Iterator[Samples]) -> Iterator[Samples | None]:
 
 @dataclass(frozen=True)
 class _Polyphase:
-    """A resampler's filter; new sample n lies at n * down / up of the old ones."""
+    """A resampler's filter; new sample n lies at n * ratio of the old ones."""
 
-    down: int
-    up: int
+    ratio: Fraction
+
+    @property
+    def down(self) -> int:
+        """The ratio's numerator."""
+        return self.ratio.numerator
+
+    @property
+    def up(self) -> int:
+        """The ratio's denominator."""
+        return self.ratio.denominator
 
     @property
     def _scale(self) -> float:
         """The filter's bandwidth, as a part of the old rate's."""
-        return min(1.0, self.up / self.down) * ROLLOFF
+        return min(1.0, float(1 / self.ratio)) * ROLLOFF
 
     @property
     def reach(self) -> int:

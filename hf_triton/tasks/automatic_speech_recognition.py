@@ -13,6 +13,7 @@ from pydantic import BeforeValidator
 from hf_triton.engine.speech_params import SpeechParams, Transcript
 from hf_triton.errors import RequestError, clip
 from hf_triton.hub.pretrained import SPEECH, loading
+from hf_triton.protocol.parameters import GREEDY_BELOW
 from hf_triton.protocol.task_declaration import AUDIO, DeclaredOptions, TaskDeclaration, TaskOutput, TextInput
 from hf_triton.protocol.task_requests import TaskResult
 from hf_triton.tasks.audio import import_soundfile
@@ -36,6 +37,11 @@ ENGLISH: Final = "en"
 def _read_timestamps(value: object) -> object:
     """Transformers' `return_timestamps`, whose true stands for segments."""
     return {True: "segment", False: "none"}.get(value, value) if isinstance(value, bool) else value
+
+
+def _read_temperature(value: float | None) -> float | None:
+    """Greedy if so low that scores divided by it overflow."""
+    return value if value is None or value >= GREEDY_BELOW else 0.0
 
 
 class SpeechOptions(DeclaredOptions):
@@ -169,7 +175,7 @@ class SpeechRecognition(DeclaredTask):
             options.task if self._languages else None,
             options.return_timestamps,
             prompt_ids,
-            options.temperature,
+            _read_temperature(options.temperature),
             options.max_new_tokens,
         )
         return params, self._language_id(options.language)
@@ -241,8 +247,9 @@ class SpeechRecognition(DeclaredTask):
 
 
 def _chunk(text: str, start_s: float, end_s: float, duration_s: float) -> dict[str, Any]:
-    """A part of the text with its times, which the model may put behind the audio's end."""
-    return {"timestamp": [round(min(float(time_s), duration_s), 3) for time_s in (start_s, end_s)], "text": text}
+    """A part of the text with its times, which the model may put behind the audio's end, or before its beginning."""
+    times_s = [round(min(max(0.0, float(time_s)), duration_s), 3) for time_s in (start_s, end_s)]
+    return {"timestamp": times_s, "text": text}
 
 
 def _load_extractor(folder: Path, settings: ModelSettings) -> Any:

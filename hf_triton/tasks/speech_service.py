@@ -74,6 +74,8 @@ class SpeechService(EngineTask["_Response"]):
         self._task = task
         self._max_seconds = max_seconds
         self._meter = meter
+        self._answers = ThreadPoolExecutor(1, thread_name_prefix="hf_triton-answer")  # reading may take minutes
+        self._pools.append(self._answers)
 
     def submit(self, request: InferenceRequest, config: ResponseConfig) -> None:
         """Check a request and start it, see `Task`."""
@@ -82,7 +84,7 @@ class SpeechService(EngineTask["_Response"]):
         if config.is_batching:
             checked = dataclasses.replace(checked, shape=(len(checked.rows), 1))
         names = outputs_to_fill(declaration, config.named_outputs(request), config.output_names)
-        response = _Response(request, self._task, checked, names, self._meter, self._pool)
+        response = _Response(request, self._task, checked, names, self._meter, self._answers)
         num_prompts = sum(1 + len(row[AUDIO]) // BYTES_PER_PROMPT for row in response.files)
         self._begin(response, num_prompts, request.deadline_s(), is_quick=False)
 
@@ -91,8 +93,7 @@ class SpeechService(EngineTask["_Response"]):
         try:
             with panics_as_errors():
                 groups = response.read(self._max_seconds)
-            if groups is not None:
-                self._engine.submit(groups)
+            self._engine.submit(groups)
         except Exception as error:
             response.refuse(as_own_error("preparing the request", error))
         finally:
@@ -137,16 +138,16 @@ class _Response(SpeechListener):
         """Whether the request is cancelled or refused."""
         return self._ended.is_set() or self.request.is_cancelled()
 
-    def read(self, max_seconds: float) -> list[SpeechGroup] | None:
-        """The samples of each audio as a group; None if the request ends meanwhile."""
+    def read(self, max_seconds: float) -> list[SpeechGroup]:
+        """The samples of each audio as a group.
+
+        Raises:
+            HfTritonError: An audio is refused, or the request has ended meanwhile.
+        """
         params, language_id = self._task.params(self._options)
         groups: list[SpeechGroup] = []
         deadline_s = self.request.deadline_s()
         for row, file in enumerate(self.files):
-            error = self.request.ending()
-            if error or self._ended.is_set():
-                self.refuse(error or ShuttingDownError())
-                return None
             samples = self._read(row, file[AUDIO], max_seconds)
             self._durations_s.append(len(samples) / self._task.extractor.sampling_rate)
             group = SpeechGroup(samples, params, language_id, listener=self, row=row, deadline_s=deadline_s)
@@ -158,11 +159,17 @@ class _Response(SpeechListener):
 
     def _read(self, row: int, data: bytes, max_seconds: float) -> Samples:
         try:
-            return read_audio(data, self._task.extractor.sampling_rate, max_seconds, AUDIO)
+            return read_audio(data, self._task.extractor.sampling_rate, max_seconds, AUDIO, self._check)
         except RequestError as error:
             if len(self.files) == 1:
                 raise
             raise in_row(error, row) from None
+
+    def _check(self) -> None:
+        """Raise why nobody waits for the response any more, if so."""
+        error = self.request.ending()
+        if error or self._ended.is_set():
+            raise error or ShuttingDownError()
 
     @property
     def _nums_tokens(self) -> list[int]:

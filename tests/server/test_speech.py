@@ -223,6 +223,7 @@ FILE = {"file": ("a.wav", WAV)}
         ({"model": "whisper", "prompt": "<|en|>"}, FILE, 400, "prompt", "prompt holds a special token"),
         ({"model": "nobody"}, FILE, 404, "model", "the model 'nobody' does not exist"),
         ({"model": "writer"}, FILE, 400, "model", "the model 'writer' is for text-generation"),
+        ({"model": "whisper:tone"}, FILE, 404, "model", "there is no adapter 'tone': models of speech take none"),
     ],
 )
 def test_wrong_forms(

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from hf_triton.errors import CheckpointError, HfTritonError, RequestError
+from hf_triton.errors import CancelledError, CheckpointError, HfTritonError, RequestError
 from hf_triton.hub.kind import find_task
+from hf_triton.tasks.audio import BLOCK_VALUES
 from tests.support.sentence_checkpoints import quietly
 from tests.support.speech import RATE, WINDOW_S, Asked, Served, encode, save_whisper, sound
 
@@ -93,6 +94,20 @@ def test_words_are_those_of_the_pipeline(served: Served, samples: Any) -> None:
     np.testing.assert_allclose([each["timestamp"] for each in found["words"]], times, atol=1e-3)
     [again] = served.json(encode(samples, subtype="FLOAT"), return_timestamps="segment", **asked)
     assert found["chunks"] == again["chunks"]
+
+
+@pytest.mark.filterwarnings("ignore:std")  # of one token, in transformers' timestamps of words
+def test_words_of_very_short_audio_are_within_it(served: Served) -> None:
+    for num_samples in (1, 160):
+        [found] = served.json(encode(SHORT[0][:num_samples]), return_timestamps="word")
+        for start_s, end_s in (word["timestamp"] for word in found["words"]):
+            assert 0 <= start_s <= end_s <= num_samples / RATE + 0.001
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-45, 1e-9])
+def test_a_temperature_that_no_score_bears_is_greedy(served: Served, temperature: float) -> None:
+    data = encode(SHORT[1])
+    assert served.json(data, temperature=temperature) == served.json(data, temperature=0)
 
 
 def test_an_initial_prompt_is_that_of_transformers(served: Served) -> None:
@@ -223,6 +238,21 @@ def test_cancelled_and_late_requests_are_refused(served: Served) -> None:
         long.wait()
     assert served.ask(encode(SHORT[0]))["text"].shape == (1,)
     assert [len(each.answers) for each in (long, late)] == [1, 1]
+
+
+def test_a_request_that_ends_while_its_audio_is_read_is_read_no_further(served: Served) -> None:
+    class Ending(Asked):
+        num_left = 2
+
+        def ending(self) -> HfTritonError | None:
+            self.num_left -= 1
+            return CancelledError() if self.num_left < 0 else None
+
+    samples = np.zeros(3 * BLOCK_VALUES, np.int16)
+    request = served.start(Ending([encode(samples, 384_000, "FLAC")]))
+    with pytest.raises(CancelledError):
+        request.wait()
+    assert request.num_left == -1
 
 
 def test_a_row_at_fault_fails_alone(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

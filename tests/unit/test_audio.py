@@ -43,7 +43,7 @@ def test_formats(format: str, subtype: str | None, tolerance: float) -> None:
     np.testing.assert_allclose(samples, SECOND, atol=tolerance)
 
 
-@pytest.mark.parametrize("rate", [1000, 8000, 11_025, 22_050, 44_100, 44_101, 48_000, 96_000, 384_000])
+@pytest.mark.parametrize("rate", [1000, 8000, 11_025, 22_050, 44_100, 44_101, 48_000, 96_000, 383_983, 384_000])
 def test_other_rates_sound_the_same(rate: int) -> None:
     def tone(at: int) -> np.ndarray:
         return np.sin(2 * np.pi * 300 * np.arange(int(1.1 * at)) / at).astype(np.float32)
@@ -150,3 +150,25 @@ def test_hours_of_silence_are_refused_before_they_are_read(hide: Callable[[bytes
         assert tracemalloc.get_traced_memory()[1] < 64 << 20
     finally:
         tracemalloc.stop()
+
+
+def test_a_rate_without_a_simple_ratio_takes_little_memory() -> None:
+    tracemalloc.start()
+    try:
+        assert len(read(encode(SECOND, 383_983))) == 667
+        assert tracemalloc.get_traced_memory()[1] < 128 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_reading_ends_between_two_blocks() -> None:
+    calls: list[int] = []
+
+    def check() -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        read_audio(silence(0.25, 8000), RATE, 3600, "audio", check)
+    assert len(calls) == 2

@@ -8,7 +8,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from hf_triton.hub.failures import FOLDER_HINT
 from hf_triton.openai.errors import ApiError, in_names, load_reason, logged_reason
-from hf_triton.openai.triton_messages import Folder, Generation, infer_request
+from hf_triton.openai.triton_messages import Folder, Generation, TextRequest, infer_request
 
 TRITON = "failed to load 'm' version 1: Internal: TritonModelException: path_not_found: {}\n\nAt:\n  /srv/models/m/1"
 
@@ -57,3 +57,14 @@ def test_a_folder_that_requires_a_text_is_named_before_triton_refuses(given: dic
         infer_request(folder, Generation("falcon7b", "1", {}, {}, **given), is_stream=False)
     message = "the folder falcon7b requires the input text_input: take `input` out of its config.pbtxt for "
     assert caught.value.message == message + what
+
+
+def test_an_input_that_a_folder_has_not_is_named_in_the_clients_words() -> None:
+    config = ModelConfig(
+        input=[{"name": name, "data_type": "TYPE_STRING", "dims": [1]} for name in ("token_ids", "text")]
+    )
+    request = TextRequest("minilm", "1", "embeddings", {"image": ["x"]}, ["embedding"], names={"image": "input"})
+    with pytest.raises(ApiError) as caught:
+        infer_request(Folder.from_config("minilm", config), request, is_stream=False)
+    assert caught.value.message == "the model 'minilm' takes no image; its inputs are text, token_ids"
+    assert (caught.value.status_code, caught.value.param) == (400, "input")
