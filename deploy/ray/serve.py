@@ -15,70 +15,41 @@ import sys
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Final
 
 import httpx
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    NonNegativeFloat,
-    PositiveInt,
-    StringConstraints,
-    field_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveInt, field_validator
 from ray import serve
-from ray.serve import Application
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from hf_triton.server import delayed_signals, describe_status, end_with_parent, free_ports
+from hf_triton.server import describe_status, end_with_parent, free_ports
 
 PORTS: Final = ("--http-port", "--grpc-port", "--metrics-port", "--openai-port")
-OWN_OPTIONS: Final = (*PORTS, "--host", "--no-openai")
-HOP_BY_HOP: Final = {b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade"}
-"""Headers of a connection, which are not passed on (RFC 9110, 7.6.1)."""
+OF_A_CONNECTION: Final = {b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade"}
 OF_RAY: Final = {b"date", b"server", b"x-request-id"}
 """Headers that Ray gives each response itself."""
-TAIL_LINES: Final = 20
-
-
-def _split(options: object) -> object:
-    return shlex.split(options) if isinstance(options, str) else options
 
 
 class Args(BaseModel):
-    """What is served, and by how many replicas; all else is the deployment's, which a config file may set."""
+    """What is served, and by how many replicas."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    model: Annotated[str, StringConstraints(min_length=1)]
-    """A name on the Hub, or the path of a checkpoint, a model folder or a model repository."""
-
-    options: Annotated[tuple[str, ...], BeforeValidator(_split)] = ()
-    """Further words for `hf-triton serve`, as a list or as a shell splits them."""
-
+    model: str = Field(min_length=1)
+    options: str = ""  # of `hf-triton serve`, as a shell splits them
     replicas: PositiveInt = 1
-    """Replicas; with `max_replicas`, the fewest."""
-
     max_replicas: PositiveInt | None = None
-    """The most that Ray starts as requests queue."""
-
-    max_ongoing_requests: PositiveInt = 128
-    """Requests in flight in a replica; further ones wait in Ray, which aims at half of them when it adds replicas."""
-
+    max_ongoing_requests: PositiveInt = 128  # in one replica; more wait in Ray
     cpus: NonNegativeFloat = 1
-    """Cores of a replica."""
-
     gpus: NonNegativeFloat = 0
-    """GPUs of a replica."""
 
     @field_validator("options")
     @classmethod
-    def _leave_ports(cls, options: tuple[str, ...]) -> tuple[str, ...]:
-        own = [word for word in options if word.partition("=")[0] in OWN_OPTIONS]
-        if own:
-            raise ValueError(f"{own[0]} is the replica's own: leave it out")
+    def _leave_ports(cls, options: str) -> str:
+        for word in shlex.split(options):
+            if word.partition("=")[0] in {*PORTS, "--host", "--no-openai"}:
+                raise ValueError(f"{word} is the replica's own: leave it out")
         return options
 
 
@@ -88,75 +59,67 @@ class Replica:
 
     async def __init__(self, args: Args) -> None:
         ports = free_ports(len(PORTS))
-        flags = [f"{name}={port}" for name, port in zip(PORTS, ports, strict=True)]
-        self._tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
+        options = [*(f"{name}={port}" for name, port in zip(PORTS, ports, strict=True)), *shlex.split(args.options)]
         self._is_needed = False
-        with delayed_signals():
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "hf_triton.cli", "serve", args.model, *flags, "--exit-on-error", *args.options],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                start_new_session=True,  # Ctrl+C reaches Ray alone
-                preexec_fn=end_with_parent,
-            )
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "hf_triton.cli", "serve", args.model, "--exit-on-error", *options],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # Ctrl+C reaches Ray alone
+            preexec_fn=end_with_parent,
+        )
+        self._tail: collections.deque[str] = collections.deque(maxlen=20)
         self._follower = threading.Thread(target=self._follow, daemon=True)
         self._follower.start()
         # A new connection each time: one that the gateway closes meanwhile would fail a request.
         limits = httpx.Limits(max_keepalive_connections=0)
         self._client = httpx.AsyncClient(timeout=None, limits=limits, trust_env=False)
-        self._url = httpx.URL(f"http://127.0.0.1:{ports[-1]}")
+        self._url = httpx.URL(f"http://127.0.0.1:{ports[-1]}/health")
         while not await self._is_ready():
             await asyncio.sleep(0.2)
         self._is_needed = True
 
     def _follow(self) -> None:
-        """Copy the output to Ray's log of the replica."""
         for line in self._process.stdout or ():
-            print(line, end="", flush=True)
+            print(line, end="", flush=True)  # to Ray's log of the replica
             self._tail.append(line)
         if self._is_needed:
             os._exit(1)
 
     async def _is_ready(self) -> bool:
-        """Whether the models are.
-
-        Raises:
-            RuntimeError: The process has ended; the message has the end of its output.
-        """
         if self._process.poll() is not None:
             self._follower.join(1)
             status = describe_status(self._process.returncode)
             raise RuntimeError(f"hf-triton serve exited {status}:\n{''.join(self._tail)}")
         try:
-            return (await self._client.get(self._url.join("/health"), timeout=10)).is_success
+            return (await self._client.get(self._url, timeout=10)).is_success
         except httpx.TransportError:
             return False
 
     async def check_health(self) -> None:
-        """What Ray asks; a replica that fails three times is replaced."""
+        """Ray asks this, and replaces a replica that fails three times."""
         if not await self._is_ready():
             raise RuntimeError("Triton is not ready")
 
     async def __call__(self, request: Request) -> Response:
-        """Pass a request to the gateway, and its response back as it comes; a client's disconnect ends both."""
-        scope, headers = request.scope, request.headers
-        has_body = "content-length" in headers or "transfer-encoding" in headers
+        """Pass a request on, and its response back as it comes; a client's disconnect ends both."""
+        has_body = "content-length" in request.headers or "transfer-encoding" in request.headers
         passed = self._client.build_request(
             request.method,
-            self._url.copy_with(raw_path=scope["raw_path"] + b"?" + scope["query_string"]),
-            headers=_without(HOP_BY_HOP, headers.raw),
+            self._url.copy_with(raw_path=request.scope["raw_path"] + b"?" + request.scope["query_string"]),
+            headers=_without(OF_A_CONNECTION, request.headers.raw),
             content=request.stream() if has_body else None,
         )
         response = await self._client.send(passed, stream=True)
         answer = StreamingResponse(_pieces(response), response.status_code)
-        answer.raw_headers = _without(HOP_BY_HOP | OF_RAY, response.headers.raw)
+        answer.raw_headers = _without(OF_A_CONNECTION | OF_RAY, response.headers.raw)
         return answer
 
     def __del__(self) -> None:
-        """Called by Ray when the requests in flight are done."""
+        """Ray calls this when the requests in flight are done."""
         self._is_needed = False
         self._process.terminate()
         self._process.wait()
@@ -174,11 +137,10 @@ async def _pieces(response: httpx.Response) -> AsyncIterator[bytes]:
         await response.aclose()
 
 
-def app(args: Args) -> Application:  # Ray reads the annotation: nothing is imported from __future__ here
+def app(args: Args) -> serve.Application:  # Ray reads the annotation: nothing is imported from __future__ here
     """The application; `serve run` and config files give its arguments by name."""
     path = Path(args.model).expanduser()
-    if path.exists():  # replicas run in folders of their own
-        args = args.model_copy(update={"model": str(path.resolve())})
+    model = str(path.resolve()) if path.exists() else args.model  # replicas run in folders of their own
     scale: dict[str, object] = {"num_replicas": args.replicas}
     if args.max_replicas is not None:
         bounds = {"min_replicas": args.replicas, "max_replicas": args.max_replicas}
@@ -187,4 +149,4 @@ def app(args: Args) -> Application:  # Ray reads the annotation: nothing is impo
         **scale,
         max_ongoing_requests=args.max_ongoing_requests,
         ray_actor_options={"num_cpus": args.cpus, "num_gpus": args.gpus},
-    ).bind(args)
+    ).bind(args.model_copy(update={"model": model}))

@@ -5,6 +5,7 @@ import concurrent.futures
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import tempfile
@@ -42,7 +43,9 @@ def ray_environment(**variables: str) -> dict[str, str]:
         "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
+        "RAY_AUTH_MODE": "disabled",  # else a token is written to the home folder
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # the replicas have nothing to do at the end
         **variables,
     }
 
@@ -60,14 +63,155 @@ def wait_for(is_so: Callable[[], Any], limit_s: float = LIMIT_S) -> Any:
     return value
 
 
-class Cluster:
-    """A Ray of this test alone, with an application of a model that takes STEP_S a token."""
+# --- Arguments -------------------------------------------------------------------------------------------------------
 
-    def __init__(self, config: Path, process: subprocess.Popen[bytes], dashboard_port: int, http_port: int) -> None:
-        self.config = config
+REFUSED = {
+    "model": ({}, "Field required"),
+    "no model": ({"model": ""}, "at least 1 character"),
+    "an unknown argument": ({"model": "demo", "replica": "2"}, "replica\n  Extra inputs are not permitted"),
+    "no replicas": ({"model": "demo", "replicas": "0"}, "greater than 0"),
+    "fewer at most than at least": (
+        {"model": "demo", "replicas": "2", "max_replicas": "1"},
+        "max_replicas (1) must be",
+    ),
+    "a negative number": ({"model": "demo", "gpus": "-1"}, "greater than or equal to 0"),
+    "not a number": ({"model": "demo", "cpus": "many"}, "valid number"),
+    "an open quotation": ({"model": "demo", "options": "'a"}, "No closing quotation"),
+    "options that are none": ({"model": "demo", "options": 5}, "valid string"),
+    "a port": ({"model": "demo", "options": "--openai-port=9000"}, "--openai-port=9000 is the replica's own"),
+    "an address": ({"model": "demo", "options": "--host 0.0.0.0"}, "--host is the replica's own"),
+}
+TRY = """
+import json, sys, yaml
+from ray.serve.schema import ServeDeploySchema
+from deploy.ray.serve import Args, app
+
+def refusal(args):
+    try:
+        app(Args(**args))
+    except Exception as error:
+        return str(error)
+
+config = ServeDeploySchema.model_validate(yaml.safe_load(open("deploy/ray/serve.yaml")))
+refusals = {name: refusal(args) for name, args in json.load(sys.stdin).items()}
+[accepted] = config.applications
+print(json.dumps(refusals | {"the file": refusal(accepted.args)}))
+"""
+
+
+@pytest.fixture(scope="module")
+def refusals() -> dict[str, str | None]:
+    cases = json.dumps({name: args for name, (args, _) in REFUSED.items()})
+    done = subprocess.run(
+        [BIN / "python", "-c", TRY], input=cases, capture_output=True, text=True, cwd=ROOT, env=ray_environment()
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_wrong_argument_is_refused(refusals: dict[str, str | None], name: str) -> None:
+    assert REFUSED[name][1] in str(refusals[name])
+
+
+def test_ray_takes_the_file(refusals: dict[str, str | None]) -> None:
+    assert refusals["the file"] is None
+
+
+# --- A Ray of these tests alone --------------------------------------------------------------------------------------
+
+
+class Head:
+    """A node of Ray, and where it is."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int, dashboard_port: int) -> None:
         self.process = process
+        self.address = f"127.0.0.1:{port}"
+        self.dashboard = f"http://127.0.0.1:{dashboard_port}"
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
+    log = tmp_path_factory.mktemp("head") / "log"
+    port, dashboard, clients, agent = free_ports(4)
+    command = ["ray", "start", "--head", "--block", "--num-cpus=2", f"--port={port}", "--node-ip-address=127.0.0.1"]
+    command += [f"--dashboard-port={dashboard}", f"--ray-client-server-port={clients}", "--disable-usage-stats"]
+    command += [f"--dashboard-agent-listen-port={agent}", "--min-worker-port=0", "--max-worker-port=0"]
+    with tempfile.TemporaryDirectory(prefix="ray") as scratch, log.open("wb") as file:  # the path of a socket is short
+        command += [f"--temp-dir={scratch}", "--object-store-memory=100000000"]
+        process = subprocess.Popen(
+            command, cwd=scratch, env=ray_environment(), stdout=file, stderr=file, start_new_session=True
+        )
+        started = Head(process, port, dashboard)
+        try:
+            wait_for(lambda: process.poll() is not None or answers(f"{started.dashboard}/api/version"))
+            assert process.poll() is None, log.read_text()
+            yield started
+        finally:
+            pids = descendants(process.pid)
+            process.terminate()
+            process.wait(60)
+            wait_until_gone(pids)
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url, trust_env=False).is_success
+    except httpx.HTTPError:
+        return False
+
+
+def words(pid: int) -> list[str]:
+    """A process's command; empty if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    except OSError:
+        return []
+
+
+def is_server(pid: int) -> bool:
+    return {"hf_triton.cli", "serve"} <= set(words(pid))
+
+
+# --- `serve run` -----------------------------------------------------------------------------------------------------
+
+
+def test_the_documented_application_answers_until_ctrl_c(head: Head, tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "fleet.md").read_text().partition("## Ray")[2]
+    [serve] = re.findall(r"^serve run .*", text, flags=re.M)
+    [curl] = re.findall(r"^curl .*", text, flags=re.M)
+    port, log = free_ports(1)[0], tmp_path / "log"
+    environment = ray_environment(RAY_ADDRESS=head.address)
+    subprocess.run([BIN / "serve", "start", f"--http-port={port}"], env=environment, check=True, timeout=120)
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            shlex.split(serve), cwd=ROOT, env=environment, stdout=file, stderr=file, process_group=0
+        )
+        try:
+            wait_for(lambda: process.poll() is not None or "is ready at" in log.read_text())
+            command = shlex.split(curl.replace("8000", str(port)))
+            answer = subprocess.run(command, env=environment, capture_output=True, timeout=60)
+            assert answer.returncode == 0, log.read_text()
+            assert json.loads(answer.stdout)["choices"][0]["text"]
+            servers = [pid for pid in descendants(head.process.pid) if is_server(pid)]
+            assert len(servers) == 2
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(120)
+    wait_until_gone(servers)
+
+
+# --- A cluster -------------------------------------------------------------------------------------------------------
+
+
+class Cluster:
+    """An application of a model that takes STEP_S a token."""
+
+    def __init__(self, config: Path, head: Head, http_port: int) -> None:
+        self.config = config
+        self.process = head.process
         self.url = f"http://127.0.0.1:{http_port}"
-        self._dashboard = f"http://127.0.0.1:{dashboard_port}"
+        self._dashboard = head.dashboard
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=120)
 
     def deploy(self, *applications: dict[str, Any]) -> None:
@@ -124,45 +268,18 @@ class Cluster:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path]) -> Iterator[Cluster]:
+def cluster(head: Head, tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path]) -> Cluster:
     root = tmp_path_factory.mktemp("ray")
     checkpoint = build_tiny_checkpoint(root / "checkpoint", "llama", eos_token_id=None)
     folder = make_folder(root / "repository", "slow", huggingface_model=checkpoint, max_output_length=500)
     (folder / "1" / "model.py").write_text(SLOW_MODEL)
     (root / "keys").write_text(KEY)
-    dashboard, clients, agent, http = free_ports(4)
-    command = ["ray", "start", "--head", "--block", "--num-cpus=2", "--port=0", "--disable-usage-stats"]
-    ports = [f"--dashboard-port={dashboard}", f"--ray-client-server-port={clients}"]
-    ports += [f"--dashboard-agent-listen-port={agent}", "--min-worker-port=0", "--max-worker-port=0"]
-    with tempfile.TemporaryDirectory(prefix="ray") as scratch, (root / "log").open("wb") as log:  # a socket's path is short
-        process = subprocess.Popen(
-            [*command, *ports, f"--temp-dir={scratch}", "--object-store-memory=100000000"],
-            cwd=root,
-            env=ray_environment(),
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-        started = Cluster(root / "serve.yaml", process, dashboard, http)
-        try:
-            wait_for(lambda: process.poll() is None and _answers(dashboard))
-            args = {"model": str(root / "repository"), "options": f"--api-key-file={root / 'keys'}"}
-            args |= {"replicas": 1, "max_replicas": 2, "max_ongoing_requests": MAX_ONGOING_REQUESTS, "cpus": 1}
-            started.deploy({"name": "slow", "args": args})
-            started.wait_for_replicas(count=1)
-            yield started
-        finally:
-            pids = descendants(process.pid)
-            process.terminate()
-            process.wait(60)
-            wait_until_gone(pids)
-
-
-def _answers(port: int) -> bool:
-    try:
-        return httpx.get(f"http://127.0.0.1:{port}/api/version", trust_env=False).is_success
-    except httpx.HTTPError:
-        return False
+    args = {"model": str(root / "repository"), "options": f"--api-key-file={root / 'keys'}"}
+    args |= {"replicas": 1, "max_replicas": 2, "max_ongoing_requests": MAX_ONGOING_REQUESTS, "cpus": 1}
+    started = Cluster(root / "serve.yaml", head, free_ports(1)[0])
+    started.deploy({"name": "slow", "args": args})
+    started.wait_for_replicas(count=1)
+    return started
 
 
 def test_a_stream_comes_as_it_is_made(cluster: Cluster) -> None:
@@ -188,8 +305,7 @@ def test_refusals_and_paths_pass_unchanged(cluster: Cluster) -> None:
 
 
 def test_a_disconnect_cancels_the_request(cluster: Cluster) -> None:
-    ports = [_gateway_port(pid) for pid in descendants(cluster.process.pid)]
-    [port] = filter(None, ports)
+    [port] = filter(None, map(gateway_port, descendants(cluster.process.pid)))
     headers = {"Authorization": f"Bearer {KEY}"}
 
     def in_flight() -> int:
@@ -201,7 +317,8 @@ def test_a_disconnect_cancels_the_request(cluster: Cluster) -> None:
     body = {"model": "slow", "prompt": "one", "max_tokens": 500, "ignore_eos": True}
     with httpx.Client(base_url=cluster.url, headers=headers, trust_env=False, timeout=60) as client:
         with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
-            next(response.iter_lines())
+            lines = response.iter_lines()
+            assert "text" in next(lines)
             assert in_flight() == 1
         wait_for(lambda: in_flight() == 0, 10)
         with pytest.raises(httpx.ReadTimeout):
@@ -209,14 +326,10 @@ def test_a_disconnect_cancels_the_request(cluster: Cluster) -> None:
         wait_for(lambda: in_flight() == 0, 10)
 
 
-def _gateway_port(pid: int) -> int:
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-    except OSError:
-        return 0
-    return next((int(word.removeprefix("--port=")) for word in words if word.startswith("--port=")), 0) * (
-        "hf_triton.cli" in words
-    )
+def gateway_port(pid: int) -> int:
+    command = words(pid)
+    ports = [int(word.removeprefix("--port=")) for word in command if word.startswith("--port=")]
+    return ports[0] if {"hf_triton.cli", "openai"} <= set(command) else 0
 
 
 def test_a_replica_is_added_while_requests_queue(cluster: Cluster) -> None:
@@ -247,7 +360,7 @@ def test_fifty_streams_at_once_are_whole(cluster: Cluster) -> None:
 def test_what_is_killed_is_replaced_and_leaves_nothing(cluster: Cluster, victim: str) -> None:
     replica, _ = cluster.wait_for_replicas()
     below = descendants(replica)
-    [server] = [pid for pid in below if "serve" in Path(f"/proc/{pid}/cmdline").read_text().split("\0")]
+    [server] = filter(is_server, below)
 
     def kill() -> None:
         time.sleep(20 * STEP_S)
@@ -264,11 +377,11 @@ def test_what_is_killed_is_replaced_and_leaves_nothing(cluster: Cluster, victim:
 
 
 def test_a_model_that_does_not_load_says_why(cluster: Cluster) -> None:
-    args = {"model": "no-such-model", "cpus": 0}
+    args = {"model": "/no/such/model", "cpus": 0}
     slow = yaml.safe_load(cluster.config.read_text())["applications"][0]
     cluster.deploy(slow, {"name": "broken", "route_prefix": "/broken", "args": args})
     broken = wait_for(lambda: _failed(cluster.application("broken")))
-    assert "path_not_found: there is no folder 'no-such-model'" in json.dumps(broken)
+    assert "path_not_found: there is no folder '/no/such/model'" in json.dumps(broken)
     assert cluster.stream(5) == WHOLE
 
 
