@@ -142,7 +142,7 @@ test-ray: $(SETUP) $(RAY) ## Test replicas on Ray Serve (330 MB)
 
 # It sees the packages of .venv, and adds Ray's.
 $(RAY): $(SETUP)
-	$(PYTHON) -m venv $(@D)
+	$(BIN)/python -m venv $(@D)
 	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 	  > $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/outer.pth
 	$(@D)/bin/pip install --quiet --constraint constraints.txt 'ray[serve]==2.60.0'

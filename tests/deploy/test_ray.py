@@ -271,7 +271,7 @@ class Cluster:
 def cluster(head: Head, tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path]) -> Cluster:
     root = tmp_path_factory.mktemp("ray")
     checkpoint = build_tiny_checkpoint(root / "checkpoint", "llama", eos_token_id=None)
-    folder = make_folder(root / "repository", "slow", huggingface_model=checkpoint, max_output_length=500)
+    folder = make_folder(root / "repository", "slow", huggingface_model=checkpoint, max_output_length=200)
     (folder / "1" / "model.py").write_text(SLOW_MODEL)
     (root / "keys").write_text(KEY)
     args = {"model": str(root / "repository"), "options": f"--api-key-file={root / 'keys'}"}
@@ -314,7 +314,7 @@ def test_a_disconnect_cancels_the_request(cluster: Cluster) -> None:
         assert found is not None
         return int(found[1]) - 1  # this one
 
-    body = {"model": "slow", "prompt": "one", "max_tokens": 500, "ignore_eos": True}
+    body = {"model": "slow", "prompt": "one", "max_tokens": 200, "ignore_eos": True}
     with httpx.Client(base_url=cluster.url, headers=headers, trust_env=False, timeout=60) as client:
         with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
             lines = response.iter_lines()
