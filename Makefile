@@ -40,9 +40,10 @@ NPM := .venv/npm/.set-up
 CODEX := .venv/codex/.set-up
 GPTQ := .venv/gptq/.set-up
 PROGRAMS := .venv/programs/.set-up
+RAY := .venv/ray/.set-up
 TRITON := .venv/triton/.set-up
 
-.PHONY: help setup serve test test-all test-clients bench soak check format docs test-gptq test-page test-container wheel \
+.PHONY: help setup serve test test-all test-clients bench soak check format docs test-gptq test-ray test-page test-container wheel \
   clean
 
 help: ## List the targets
@@ -134,6 +135,17 @@ test-gptq: $(SETUP) $(GPTQ) ## Test checkpoints of GPTQ and AWQ (45 MB; compiles
 
 $(GPTQ): $(SETUP) requirements-gptq.txt
 	$(BIN)/pip install --quiet --no-deps --upgrade --target $(@D) --requirement requirements-gptq.txt
+	@touch $@
+
+test-ray: $(SETUP) $(RAY) ## Test replicas on Ray Serve (330 MB)
+	REQUIRE_CLIENTS=1 $(BIN)/pytest tests/deploy/test_ray.py
+
+# It sees the packages of .venv, and adds Ray's.
+$(RAY): $(SETUP)
+	$(BIN)/python -m venv $(@D)
+	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	  > $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/outer.pth
+	$(@D)/bin/pip install --quiet --constraint constraints.txt 'ray[serve]==2.60.0'
 	@touch $@
 
 check: $(SETUP) ## Check format, lint, types, import contracts, the Dockerfile, and GitHub's files
