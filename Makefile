@@ -98,7 +98,7 @@ test-clients: $(SETUP) $(PERF_ANALYZER) $(LITELLM) $(GENAI_PERF) $(AIPERF) $(FRA
 	REQUIRE_CLIENTS=1 $(BIN)/pytest tests/server/test_dialects.py tests/openai/test_clients_frameworks.py \
 	  tests/openai/test_client_codex.py \
 	  tests/openai/test_encoders.py \
-	  tests/cli/test_bench.py
+	  tests/cli/test_bench.py tests/deploy/test_kserve.py
 
 # They need other versions of packages in .venv.
 $(LITELLM): $(SETUP)
@@ -119,7 +119,8 @@ $(AIPERF): $(SETUP)
 $(FRAMEWORKS): $(SETUP)
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install --quiet langchain-openai==1.7.4 llama-index-llms-openai-like==0.8.1 cohere==7.3.1 \
-	  llama-index-embeddings-text-embeddings-inference==0.6.0 llama-index-postprocessor-tei-rerank==0.6.0
+	  llama-index-embeddings-text-embeddings-inference==0.6.0 llama-index-postprocessor-tei-rerank==0.6.0 kubernetes==37.0.2
+	$(@D)/bin/pip install --quiet --no-deps kserve==0.21.0  # its models are all that is read
 	@touch $@
 
 $(NPM): $(SETUP)

@@ -14,6 +14,9 @@ import kubernetes_validate
 import pytest
 import yaml
 from click.testing import CliRunner
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from hf_triton.cli import cli
 from hf_triton.errors import CODES
@@ -112,6 +115,12 @@ def test_the_autoscalers_read_a_metric_that_there_is() -> None:
     assert "replicas" not in rendered("gpu")["Deployment"]["spec"]
 
 
+def test_the_service_beside_kserve_is_what_kubernetes_takes() -> None:
+    [inference_service, service] = yaml.safe_load_all((DEPLOY / "kserve" / "service.yaml").read_text())
+    kubernetes_validate.validate(service, KUBERNETES, strict=True)
+    assert list(service["spec"]["selector"].values()) == [inference_service["metadata"]["name"]]
+
+
 # --- Compose ---------------------------------------------------------------------------------------------------------
 
 
@@ -170,6 +179,22 @@ def test_the_dashboard_is_made_of_the_declarations() -> None:
     assert {metric.name for metric in METRICS if metric.name not in shown} == absent
     places = [tuple(panel["gridPos"][side] for side in "xy") for panel in board["panels"]]
     assert len(set(places)) == len(places)
+
+
+def test_grafana_knows_every_field() -> None:
+    register_default_plugins()
+    board = json.loads(DASHBOARD.PATH.read_text(encoding="utf-8"))
+    known = Dashboard.from_json(board)  # type: ignore[no-untyped-call]
+    assert lost(board, json.loads(json.dumps(known, cls=JSONEncoder)), "dashboard") == []
+
+
+def lost(given: Any, kept: Any, place: str) -> list[str]:
+    """The places of what is not in a copy, which may hold more."""
+    if isinstance(given, dict) and isinstance(kept, dict):
+        return [each for name in given for each in lost(given[name], kept.get(name), f"{place}.{name}")]
+    if isinstance(given, list) and isinstance(kept, list) and len(given) == len(kept):
+        return [each for number, item in enumerate(given) for each in lost(item, kept[number], f"{place}[{number}]")]
+    return [] if given == kept else [place]
 
 
 # --- HAProxy ---------------------------------------------------------------------------------------------------------
