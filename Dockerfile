@@ -24,18 +24,21 @@ RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev p
 
 WORKDIR /tmp/hf_triton
 
-# torch is by far the largest layer; only a change of the pinned versions rebuilds it.
-COPY constraints.txt ./
-RUN pip install --no-cache-dir --constraint constraints.txt torch
+# Each package is a wheel whose hash `make lock` has written down. torch and what comes with it is by far the largest
+# layer; only a change of it rebuilds that. A build of torch from elsewhere: --build-arg TORCH=torch==...
+ARG TORCH="--no-deps --require-hashes --only-binary=:all: --requirement requirements-torch.txt"
+COPY requirements-torch.txt ./
+# hadolint ignore=DL3013,SC2086
+RUN pip install --no-cache-dir ${TORCH}
 
-# The library's dependencies, installed with an empty package of its name: a change of code does not reinstall them.
-COPY pyproject.toml hatch_build.py ./
-RUN mkdir hf_triton && touch README.md LICENSE hf_triton/__init__.py \
-    && pip install --no-cache-dir --constraint constraints.txt '.[audio,cpu,cuda,gguf,image,lora,optimize,quantized,tracing]'
+# The library's other dependencies, and what builds it.
+COPY requirements-image.txt ./
+RUN pip install --no-cache-dir --no-deps --require-hashes --only-binary=:all: --requirement requirements-image.txt
 
 # A pip requirement; empty keeps the pinned version. Only torch and numpy stay pinned with it, because a newer
 # transformers may need newer versions of its other dependencies.
 ARG TRANSFORMERS=
+COPY constraints.txt ./
 RUN if [ -n "${TRANSFORMERS}" ]; then \
       grep -E '^(numpy|torch)==' constraints.txt > /tmp/kept.txt \
       && pip install --no-cache-dir --constraint /tmp/kept.txt "${TRANSFORMERS}" \
@@ -43,7 +46,7 @@ RUN if [ -n "${TRANSFORMERS}" ]; then \
     fi
 
 COPY . ./
-RUN pip install --no-cache-dir --no-deps . && rm -rf /tmp/hf_triton
+RUN pip install --no-cache-dir --no-deps --no-build-isolation . && rm -rf /tmp/hf_triton
 
 # NVIDIA's image has an unprivileged user with id 1000 and no home. Its home is world-writable like /tmp, so that
 # `--user "$(id -u):$(id -g)"` works too. The link makes mounts at /root/.cache/huggingface, as in Triton's tutorial,
@@ -68,4 +71,5 @@ CMD ["hf-triton", "serve", "model_repository", "--host", "0.0.0.0", "--exit-on-e
 # gateway alone is healthy if its Triton is ready.
 HEALTHCHECK --interval=15s --timeout=10s --start-period=30m --retries=3 \
     CMD ["sh", "-c", "export NO_PROXY='*'; \
-      curl -fsS http://localhost:8000/v2/health/ready || curl -fsS http://localhost:9000/health"]
+      curl -fsS http://localhost:8000/v2/health/ready || curl -fsS http://localhost:9000/health \
+      || curl -fsSk https://localhost:9000/health"]

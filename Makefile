@@ -43,8 +43,8 @@ PROGRAMS := .venv/programs/.set-up
 RAY := .venv/ray/.set-up
 TRITON := .venv/triton/.set-up
 
-.PHONY: help setup serve test test-all test-clients bench soak check format docs test-gptq test-ray test-page test-container wheel \
-  clean
+.PHONY: help setup serve test test-all test-clients bench soak check format docs lock test-gptq test-ray test-page \
+  test-container wheel clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -174,6 +174,16 @@ soak: $(SETUP) ## Send 20,000 requests of all kinds and watch the memory
 docs: $(SETUP) ## Write the generated tables of README.md and docs/
 	$(BIN)/python scripts/render_docs.py
 	$(BIN)/python scripts/make_dashboard.py
+
+# For the Python and the C library of NVIDIA's image; hatchling builds the package in it.
+EXTRAS := audio cpu cuda gguf image lora optimize quantized tracing
+COMPILE = uv pip compile --quiet --no-config --python-version 3.12 --python-platform x86_64-manylinux_2_39 --generate-hashes \
+  --only-binary :all: --no-annotate --no-header --constraint constraints.txt
+lock: ## Write the hashes of the image's packages (uv, an index)
+	echo torch | env -u UV_TORCH_BACKEND $(COMPILE) - --output-file requirements-torch.txt
+	echo hatchling | env -u UV_TORCH_BACKEND $(COMPILE) pyproject.toml - $(addprefix --extra ,$(EXTRAS)) \
+	  --constraint requirements-torch.txt $$(sed -n 's/==.*//p' requirements-torch.txt | sed 's/^/--no-emit-package /') \
+	  --output-file requirements-image.txt
 
 test-page: $(SETUP) ## Test the chat page in a headless Chromium
 	tests/openai/setup.sh

@@ -41,6 +41,7 @@ from server import save as save_checkpoint
 
 from hf_triton.cli.gateway import GatewayProcess
 from hf_triton.openai.config import GatewayConfig
+from hf_triton.openai.endpoint import Endpoint
 from hf_triton.openai.triton import TritonModels
 from hf_triton.openai.triton_messages import Generation
 from hf_triton.testing import TritonServer
@@ -119,7 +120,7 @@ class Direct:
         self._models = self._loop.run_until_complete(self._connect())
 
     async def _connect(self) -> TritonModels:
-        return TritonModels(self._address, 600.0)
+        return TritonModels(Endpoint(self._address), 600.0)
 
     def close(self) -> None:
         """Disconnect."""

@@ -22,6 +22,7 @@ import shlex
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import sysconfig
@@ -50,6 +51,11 @@ NOT_TELLING: Final = re.compile(
 """Lines of a log that tell nothing of a failure: information, tables, and what every start says without a GPU."""
 TELLING_LINES: Final = 12
 STACK_BYTES = 256 << 20
+HTTP_RESTRICTED: Final = "--http-restricted-api="
+GRPC_RESTRICTED: Final = "--grpc-restricted-protocol="
+ADMIN_APIS: Final = ("model-repository", "shared-memory", "trace", "logging")
+"""What changes a server: loading (and the index), regions of shared memory, where Triton writes traces and logs."""
+ADMIN_HEADER: Final = "admin-key"
 OUTGOING_PORTS: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
@@ -207,18 +213,33 @@ def busy_ports(ports: Sequence[int]) -> list[int]:
 
 
 def open_local(request: urllib.request.Request | str, timeout_s: float) -> Any:
-    """Open a URL of this machine, as `urlopen` does, but never through the proxy of `http_proxy`."""
-    return urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=timeout_s)
+    """Open a URL of this machine, as `urlopen` does, but never through the proxy of `http_proxy`.
+
+    Of HTTPS it checks no certificate, which is for the names that clients use.
+    """
+    unchecked = urllib.request.HTTPSHandler(context=ssl._create_unverified_context())
+    return urllib.request.build_opener(urllib.request.ProxyHandler({}), unchecked).open(request, timeout=timeout_s)
+
+
+def flag_value(arguments: Sequence[str], flag: str) -> str | None:
+    """The value of `--flag=VALUE` in tritonserver's arguments; the last one counts."""
+    return dict(argument.partition("=")[::2] for argument in arguments).get(flag)
+
+
+def lock_flags(key: str) -> list[str]:
+    """The arguments that close to clients without a key what changes a server, over HTTP and gRPC."""
+    restriction = f"{','.join(ADMIN_APIS)}:{ADMIN_HEADER}={key}"
+    return [f"{HTTP_RESTRICTED}{restriction}", f"{GRPC_RESTRICTED}{restriction}"]
 
 
 def restricted_api_headers(arguments: Sequence[str]) -> dict[str, str]:
     """The headers that `--http-restricted-api=API,...:NAME=VALUE` in tritonserver's arguments asks for."""
-    return _restriction_keys("--http-restricted-api=", arguments)
+    return _restriction_keys(HTTP_RESTRICTED, arguments)
 
 
 def restricted_protocol_headers(arguments: Sequence[str]) -> dict[str, str]:
     """The headers of gRPC calls that `--grpc-restricted-protocol=API,...:NAME=VALUE` asks for."""
-    keys = _restriction_keys("--grpc-restricted-protocol=", arguments)
+    keys = _restriction_keys(GRPC_RESTRICTED, arguments)
     return {f"triton-grpc-protocol-{name.lower()}": value for name, value in keys.items()}
 
 

@@ -15,23 +15,27 @@ from benchmarks.gpu.tables import document
 from hf_triton.cli.cards import CARDS
 from hf_triton.cli.gateway_options import ALONE
 from hf_triton.errors import CODES
+from hf_triton.hub.gguf import MAX_HEADER_BYTES
 from hf_triton.hub.resolve import CACHE_VARIABLES, TOKEN_VARIABLES
+from hf_triton.openai.bodies import MAX_CONTAINERS, MAX_JSON_BYTES, MAX_VALUES
 from hf_triton.openai.chat import ChatRequest
 from hf_triton.openai.completions import CompletionRequest
 from hf_triton.openai.config import GatewayConfig
 from hf_triton.openai.fields import IGNORED
+from hf_triton.openai.limits import MAX_BYTES_IN_FLIGHT
 from hf_triton.openai.metrics import Metrics
-from hf_triton.protocol.chat import ChatOptions
+from hf_triton.protocol.chat import MAX_MESSAGES, MAX_TOOLS, ChatOptions
 from hf_triton.protocol.dialects import ALIASES
 from hf_triton.protocol.options import RequestOptions
 from hf_triton.protocol.parameters import GenerationParameters
 from hf_triton.protocol.ports import missing_ports
-from hf_triton.protocol.structured_output import GRAMMARS
+from hf_triton.protocol.structured_output import GRAMMARS, MAX_GRAMMAR
 from hf_triton.protocol.task_declaration import TaskOptions
 from hf_triton.protocol.validation import allowed, table
 from hf_triton.settings import DoorSettings, FormerName, ModelSettings
 from hf_triton.tasks.metrics import METRICS
 from hf_triton.tasks.registry import DECLARED_TASKS, ENCODER_TASKS, task_class
+from hf_triton.tasks.text_generation.response_parser import MAX_SEARCH_S
 from hf_triton.tasks.text_generation.response_template import shipped_markers
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -208,6 +212,55 @@ def gateway_options_table() -> str:
     return "\n".join(["| option | default | meaning |", "|---|---|---|", *lines])
 
 
+def bounds_table() -> str:
+    """What bounds a request by default, and what changes that."""
+    gateway, folder = GatewayConfig(), ModelSettings.model_fields
+    rows = {
+        "a request's head": (_size(gateway.max_header_bytes), "max_header_bytes"),
+        "a request's body; one of JSON that holds no images": (
+            f"{_size(gateway.max_body_bytes)}; {_size(MAX_JSON_BYTES)}",
+            "max_body_bytes",
+        ),
+        "values of a JSON body; arrays, objects and names": (f"{MAX_VALUES:,}; {MAX_CONTAINERS:,}", ""),
+        "all bodies in a worker": (_size(MAX_BYTES_IN_FLIGHT), ""),
+        "requests in flight in a worker": (f"{gateway.max_concurrent_requests:,}", "max_concurrent_requests"),
+        "time for a request to arrive": (f"{gateway.read_timeout_s:g} s", "read_timeout_s"),
+        "time for its answer": (f"{gateway.timeout_s:g} s", "timeout_s"),
+        "time without a byte taken by the client": (f"{gateway.write_timeout_s:g} s", "write_timeout_s"),
+        "stored responses; their bytes; their time": (
+            f"{gateway.max_stored_responses:,}; {_size(gateway.max_stored_bytes)}; {gateway.store_for_s / 3600:g} h",
+            "max_stored_responses",
+        ),
+        "messages; tools": (f"{MAX_MESSAGES:,}; {MAX_TOOLS}", ""),
+        "a schema, regular expression or grammar": (f"{MAX_GRAMMAR:,} characters", ""),
+        "a pattern of a checkpoint": (f"{MAX_SEARCH_S} s", ""),
+        "a GGUF file's header": (_size(MAX_HEADER_BYTES), ""),
+    }
+    lines = [
+        f"| {name} | {bound} | {f'`{ALONE[field]}`' if field else 'fixed'} |" for name, (bound, field) in rows.items()
+    ]
+    for name, field in FOLDER_BOUNDS.items():
+        lines.append(f"| {name} | {int(folder[field].default):,} | setting `{field}` |")
+    return "\n".join(["| bound | default | by |", "|---|---|---|", *lines])
+
+
+FOLDER_BOUNDS = {
+    "prompts of a request": "max_prompts",
+    "prompts that wait for a model": "max_waiting_prompts",
+    "tokens of a completion, if the request has no limit": "max_output_length",
+    "seconds of an audio": "max_audio_seconds",
+    "pixels of an image": "max_image_pixels",
+    "seconds of a download": "download_timeout_s",
+}
+
+
+def _size(num_bytes: int) -> str:
+    for unit, step in (("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes % step == 0:
+            return f"{num_bytes // step} {unit}"
+    return f"{num_bytes} bytes"
+
+
 def gateway_metrics_table() -> str:
     """The gateway's metrics; a counter's name ends in `_total`."""
     lines = (
@@ -254,6 +307,7 @@ def parts() -> Mapping[str, str]:
         "openai passed over": passed_over_list(),
         "gateway options": gateway_options_table(),
         "gateway metrics": gateway_metrics_table(),
+        "bounds": bounds_table(),
         "cache variables": variables(CACHE_VARIABLES),
         "token variables": variables(TOKEN_VARIABLES),
         "figures of a GPU": document(),

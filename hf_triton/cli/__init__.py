@@ -73,6 +73,7 @@ def cli() -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; an error becomes one line on standard error and an exit code."""
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # its handlers can crash a program that a command starts
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # it tells of a handshake that failed, as the commands do
     try:
         sys.exit(cli.main(arguments, prog_name="hf-triton", standalone_mode=False))
     except click.exceptions.NoArgsIsHelpError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections import deque
 from collections.abc import AsyncGenerator, Iterable
 from typing import Any, Final, Self
@@ -51,6 +52,7 @@ class BatchClient:
             limits=limits,
             timeout=timeout,
             trust_env=httpx.URL(url).host not in LOCAL,
+            verify=httpx.create_ssl_context(),  # by SSL_CERT_FILE, if it is set, for a local gateway too
         )
         self._url = url
         self._model = model
@@ -71,8 +73,8 @@ class BatchClient:
         """
         try:
             await self._client.get("/health/live", timeout=10.0)
-        except httpx.RequestError:
-            raise self._unreachable() from None
+        except httpx.RequestError as error:
+            raise self._unreachable(error) from None
 
     async def results(self, requests: Iterable[BatchRequest]) -> AsyncGenerator[Result]:
         """The result of each request, in order.
@@ -120,7 +122,7 @@ class BatchClient:
                 if isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout):
                     raise
                 if wait_s is None:
-                    raise self._unreachable() from None
+                    raise self._unreachable(error) from None
                 await asyncio.sleep(wait_s)
             else:
                 if response.status_code in REFUSED:
@@ -134,13 +136,23 @@ class BatchClient:
                 await asyncio.sleep(min(max(wait_s, _retry_after_s(response)), WAITS_S[-1]))
         raise AssertionError("the last try returns or raises")
 
-    def _unreachable(self) -> ServerError:
-        sentence = f"no gateway answers at {self._url}: start one with `hf-triton serve`, or name it with --url"
+    def _unreachable(self, error: httpx.RequestError) -> ServerError:
+        reason = tls_reason(error)
+        sentence = f"no gateway answers at {self._url}{reason}: start one with `hf-triton serve`, or name it with --url"
         return ServerError("server_unreachable", sentence)
 
     def _down(self) -> ServerError:
         sentence = f"the gateway at {self._url} reaches no server: when it does, the same command goes on"
         return ServerError("server_unreachable", sentence)
+
+
+def tls_reason(error: BaseException | None) -> str:
+    """Why the TLS of a connection failed, for a sentence; empty if it did not."""
+    while error is not None and not isinstance(error, ssl.SSLError):
+        error = error.__cause__ or error.__context__
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f" (its certificate is not trusted: {error.verify_message}; SSL_CERT_FILE names authorities)"
+    return "" if error is None else " (it speaks no TLS there: http://?)"
 
 
 def _is_down(response: httpx.Response) -> bool:

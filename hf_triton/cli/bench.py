@@ -21,7 +21,6 @@ from hf_triton.cli.gateway import GatewayProcess
 from hf_triton.cli.numbers import NUMBERS
 from hf_triton.cli.tables import new_figure, rounded, show_table
 from hf_triton.errors import ServerError
-from hf_triton.openai.config import GatewayConfig
 from hf_triton.server import describe_status, free_ports
 
 if TYPE_CHECKING:
@@ -54,8 +53,7 @@ TIMES: Final[Mapping[str, str]] = {
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON array.")
 def bench(
     model: str | None,
-    triton: str,
-    headers: dict[str, str],
+    triton: Triton,
     concurrency: Sequence[int],
     requests: int,
     prompt_tokens: int,
@@ -72,13 +70,13 @@ def bench(
     program = shutil.which("aiperf")
     if program is None:
         raise ServerError("client_missing", f"there is no aiperf on PATH: `{INSTALL}`")
-    chosen = asyncio.run(_choose(Triton(triton, headers), model))
+    chosen = asyncio.run(_choose(triton, model))
     name, tokenizer = chosen.name, tokenizer or _tokenizer(chosen.folder.parameters)
     folder = out or Path(f"bench-{name}")
     folder.mkdir(parents=True, exist_ok=True)
     shape = ["--synthetic-input-tokens-mean", prompt_tokens, "--output-tokens-mean", output_tokens]
     rows = []
-    gateway = GatewayProcess(GatewayConfig(triton=triton, port=free_ports(1)[0]), headers=headers)
+    gateway = GatewayProcess(triton.config.model_copy(update={"port": free_ports(1)[0]}), headers=triton.headers)
     try:
         gateway.start()
         gateway.wait_until_started()

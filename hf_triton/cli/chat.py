@@ -29,8 +29,7 @@ QUOTES: Final = '"""'
 @click.option("--system", metavar="TEXT", help="System prompt.")
 def chat(
     model: str | None,
-    triton: str,
-    headers: dict[str, str],
+    triton: Triton,
     sampling: Sampling,
     system: str | None,
 ) -> None:
@@ -40,7 +39,7 @@ def chat(
     """
     exit_at_sigterm()
     with asyncio.Runner() as runner:
-        talk(Session(Triton(triton, headers), runner, sampling.values, system), model)
+        talk(Session(triton, runner, sampling.values, system), model)
 
 
 def exit_at_sigterm() -> None:

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import click
 
+from hf_triton.cli.gateway_options import ALONE, gateway_options, read_config
 from hf_triton.errors import HfTritonError, ServerError, clip
+from hf_triton.openai.config import GatewayConfig, TritonAddress
+from hf_triton.openai.endpoint import Endpoint
 from hf_triton.server import first_sentence
 from hf_triton.settings import SERVER_VARIABLE
 
@@ -30,12 +34,23 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 DEFAULT_ADDRESS: Final = "localhost:8001"
 CALL_TIMEOUT_S: Final = 10.0
 """Limit of a call that neither loads nor generates."""
-NO_HOST: Final = "errors resolving"
-"""In gRPC's sentence: errors resolving nohost:8001: [... Domain name not found]."""
+TRANSPORT: Final = (
+    "failed to connect",
+    "Socket closed",
+    "Connection reset",
+    "DNS",
+    "errors resolving",
+    "recvmsg",
+    "GOAWAY",
+)
+"""What gRPC itself says, and not Triton, whose sentences are UNAVAILABLE as well."""
 NUM_NAMED: Final = 8
 """Models that an error lists."""
 READY: Final = "READY"
-ADDRESS: Final = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:/]+):(\d{1,5})")
+SERVER_OPTIONS: Final = {name: ALONE[name] for name in TritonAddress.model_fields}
+"""The options of a command for a running server, by field."""
+FILE_OPTIONS: Final = {name: option for name, option in SERVER_OPTIONS.items() if name != "triton"}
+ADDRESS: Final = re.compile(r"(?:grpcs://)?(\[[0-9A-Fa-f:.]+\]|[^\s:/]+):(\d{1,5})")
 HEADER: Final = re.compile(r"([a-z0-9_.-]+):\s*([\x20-\x7e]+)")
 
 
@@ -43,10 +58,19 @@ HEADER: Final = re.compile(r"([a-z0-9_.-]+):\s*([\x20-\x7e]+)")
 class Triton:
     """A Triton that runs somewhere."""
 
-    address: str
-    """Of its gRPC, HOST:PORT."""
-    headers: Mapping[str, str]
-    """Sent with each call."""
+    endpoint: Endpoint
+    config: GatewayConfig = field(default_factory=GatewayConfig)
+    """What the endpoint was read from, for a gateway of a command's own."""
+
+    @property
+    def address(self) -> str:
+        """Of its gRPC, HOST:PORT."""
+        return self.endpoint.address
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Sent with each call."""
+        return dict(self.endpoint.headers)
 
     @contextlib.contextmanager
     def connect(self) -> Iterator[InferenceServerClient]:
@@ -58,9 +82,8 @@ class Triton:
         from tritonclient.grpc import InferenceServerClient
         from tritonclient.utils import InferenceServerException
 
-        from hf_triton.openai.triton import CHANNEL_OPTIONS
-
-        with InferenceServerClient(self.address, channel_args=list(CHANNEL_OPTIONS)) as client:
+        target, credentials, options = self.endpoint.address, self.endpoint.credentials, self.endpoint.options
+        with InferenceServerClient(target, creds=credentials, channel_args=options) as client:
             try:
                 yield client
             except InferenceServerException as error:
@@ -70,7 +93,7 @@ class Triton:
         """A client that generates. Belongs to the running event loop."""
         from hf_triton.openai.triton import TritonModels
 
-        return TritonModels(self.address, timeout_s, self.headers)
+        return TritonModels(self.endpoint, timeout_s)
 
     def error(self, status: str, details: str) -> HfTritonError:
         """A failed call as an error of ours.
@@ -88,7 +111,7 @@ class Triton:
         if status.endswith("UNIMPLEMENTED"):
             return self.unreachable("what listens there is no Triton")
         if status.endswith("UNAVAILABLE") and _is_transport(details):
-            return self.unreachable(_transport_reason(details))
+            return self.unreachable(self.endpoint.problem(details))
         return ServerError("server_failed", first_sentence(details) or f"the call failed with {status}")
 
     def unreachable(self, reason: str) -> ServerError:
@@ -102,7 +125,7 @@ class Triton:
     def index(self) -> list[Any]:
         """Every folder and version with its state, as Triton's index has them."""
         with self.connect() as client:
-            answer = client.get_model_repository_index(headers=dict(self.headers), client_timeout=CALL_TIMEOUT_S)
+            answer = client.get_model_repository_index(headers=self.headers, client_timeout=CALL_TIMEOUT_S)
         return sorted(answer.models, key=lambda entry: (entry.name, entry.version))
 
     def api_error(self, error: ApiError) -> HfTritonError:
@@ -180,35 +203,29 @@ def _restricted(details: str) -> str:
     return f"this Triton restricts the API that the command needs: give its key with --header {name}:KEY"
 
 
-def _transport_reason(details: str) -> str:
-    """Why a server cannot be reached, from gRPC's own message."""
-    if "failed to connect" in details and ("Socket closed" in details or "http1.x" in details):
-        return "what listens there speaks no gRPC: is it the HTTP port?"
-    if "refused" in details:
-        return "the connection is refused"
-    if any(word in details for word in ("DNS", "name resolution", NO_HOST)):
-        return "there is no such host"
-    return "the connection broke off"
-
-
 def _is_transport(details: str) -> bool:
-    """Whether gRPC itself says it, not Triton, whose sentences are UNAVAILABLE as well."""
-    if "TritonModelException" in details:
-        return False
-    words = ("failed to connect", "Socket closed", "Connection reset", "DNS", NO_HOST, "recvmsg", "GOAWAY")
-    return any(word in details for word in words)
+    return "TritonModelException" not in details and any(word in details for word in TRANSPORT)
 
 
 def complete_models(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
     """The names of models for a shell's completion; none if no Triton answers."""
-    address = context.params.get("triton") or os.environ.get(SERVER_VARIABLE) or DEFAULT_ADDRESS
-    with contextlib.suppress(HfTritonError):
-        return sorted({entry.name for entry in Triton(address, {}).index() if entry.name.startswith(incomplete)})
+    given = {name: value for name, value in context.params.items() if name in SERVER_OPTIONS and value}
+    address = {"triton": os.environ.get(SERVER_VARIABLE) or DEFAULT_ADDRESS} | given
+    with contextlib.suppress(HfTritonError, ValueError):
+        endpoint = Endpoint.read(TritonAddress.model_validate(address))
+        return sorted({entry.name for entry in Triton(endpoint).index() if entry.name.startswith(incomplete)})
     return []
 
 
 def triton_options(command: Command) -> Command:
-    """Give a command `--triton` and `--header`; it gets them as `triton`."""
+    """Give a command the options of a server: its address, headers, TLS; it gets them as `triton`."""
+
+    @functools.wraps(command)
+    def with_server(*arguments: Any, triton: str, headers: dict[str, str], **values: Any) -> Any:
+        given = {name: values.pop(name) for name in FILE_OPTIONS}
+        config = read_config(SERVER_OPTIONS, {"triton": triton, **given})
+        return command(*arguments, triton=Triton(Endpoint.read(config, headers), config), **values)
+
     header = click.option(
         "--header",
         "headers",
@@ -225,9 +242,9 @@ def triton_options(command: Command) -> Command:
         show_default=True,
         show_envvar=True,
         callback=_read_address,
-        help="Triton's gRPC address.",
+        help="Triton's gRPC address; grpcs://HOST:PORT for TLS.",
     )
-    return address(header(command))
+    return cast(Command, address(header(gateway_options(FILE_OPTIONS)(with_server))))
 
 
 def _read_address(context: click.Context, option: click.Parameter, value: str) -> str:

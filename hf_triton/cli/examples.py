@@ -24,14 +24,14 @@ Try, in another terminal:
 {requests}
 """
 GATEWAY: Final = """
-OpenAI's API  http://{host}:{port}/v1
-Page          http://{host}:{port}/"""
+OpenAI's API  {url}/v1
+Page          {url}/"""
 GENERATE = """  curl -X POST {host}:{port}/v2/models/{name}/generate -d '{{{fields}}}'"""
 STREAM = """  curl -N -X POST {host}:{port}/v2/models/{name}/generate_stream \\
     -d '{{"text_input":"How can you be","stream":true}}'"""
-OPENAI = """  curl {host}:{port}/v1/{path} -H 'Content-Type: application/json' {key}\\
+OPENAI = """  curl {address}/v1/{path} -H 'Content-Type: application/json' {key}\\
     -d '{{"model":"{name}",{fields}}}'"""
-SPEECH = """  curl {host}:{port}/v1/audio/transcriptions {key}-F model={name} -F file=@speech.wav"""
+SPEECH = """  curl {address}/v1/audio/transcriptions {key}-F model={name} -F file=@speech.wav"""
 KEY = """-H "Authorization: Bearer $OPENAI_API_KEY" """
 MESSAGES = '[{"role":"user","content":"How can you be"}]'
 PROMPT = '"text_input":"How can you be"'
@@ -77,13 +77,13 @@ def ready_text(
     for config in sorted(configs, key=lambda config: (not _generates(config), _is_decoupled(config))):
         for kind, request in _requests(config, server, gateway, takes_chats):
             requests.setdefault(kind, request)
-    shown = GATEWAY.format(host=_reachable(gateway.host), port=gateway.port) if gateway else ""
+    url = f"{gateway.scheme}://{_reachable(gateway.host)}:{gateway.port}" if gateway else ""
     return READY.format(
         host=_reachable(server.host),
         http_port=server.http_port,
         grpc_port=server.grpc_port,
         metrics_port=server.metrics_port,
-        gateway=shown,
+        gateway=GATEWAY.format(url=url) if gateway else "",
         requests=REQUESTS.format(requests="\n".join(requests.values())) if requests else "",
     )
 
@@ -96,7 +96,7 @@ def _requests(
     if AUDIO in names:
         if gateway is not None:
             key = KEY if gateway.api_key_file is not None else ""
-            yield AUDIO, SPEECH.format(host=_reachable(gateway.host), port=gateway.port, key=key, name=config["name"])
+            yield AUDIO, SPEECH.format(address=_address(gateway), key=key, name=config["name"])
         return
     encoder = None if _generates(config) else _encoder(config, server.model_repository / config["name"])
     if encoder is None and names and "text_input" not in names:  # a task of the folder's own
@@ -115,8 +115,8 @@ def _requests(
     if gateway is not None and asked is not None:
         path, fields = asked
         key = KEY if gateway.api_key_file is not None else ""
-        host = _reachable(gateway.host)
-        yield path, OPENAI.format(host=host, port=gateway.port, path=path, key=key, name=config["name"], fields=fields)
+        address = _address(gateway)
+        yield path, OPENAI.format(address=address, path=path, key=key, name=config["name"], fields=fields)
 
 
 def _generates(config: Mapping[str, Any]) -> bool:
@@ -157,6 +157,11 @@ def takes_chats(server: TritonServer, name: str) -> bool:
             return "error" not in json.load(response)
     except OSError:
         return False
+
+
+def _address(gateway: GatewayConfig) -> str:
+    """As curl takes it."""
+    return f"{'https://' if gateway.scheme == 'https' else ''}{_reachable(gateway.host)}:{gateway.port}"
 
 
 def _reachable(host: str) -> str:

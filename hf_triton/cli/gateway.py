@@ -18,6 +18,7 @@ from typing import IO, Final
 from hf_triton.cli.gateway_options import as_arguments
 from hf_triton.errors import ServerError
 from hf_triton.openai.config import GatewayConfig
+from hf_triton.openai.triton_headers import read_headers
 from hf_triton.server import delayed_signals, describe_log, describe_status, end_with_parent, open_local, read_log
 
 START_LIMIT_S: Final = 60.0
@@ -33,7 +34,10 @@ class GatewayProcess:
     Args:
         config: The gateway's.
         log: File descriptor for its output, or a file that it is appended to; see `TritonServer`.
-        headers: To send to Triton with every call, unless the config names a file of them.
+        headers: To send to Triton with every call, besides those of the config's file.
+
+    Raises:
+        SettingsError: That file cannot be read.
     """
 
     def __init__(
@@ -42,7 +46,9 @@ class GatewayProcess:
         self._scratch = tempfile.TemporaryDirectory(prefix="hf_triton_gateway_")  # for this user alone
         self._kept_log = log
         self._log = Path(self._scratch.name) / "log" if log is None else log
-        if headers and config.triton_headers_file is None:
+        if headers:
+            given = config.triton_headers_file
+            headers = {**headers, **(read_headers(given) if given is not None else {})}
             file = Path(self._scratch.name) / "triton_headers"  # an argument would be shown to all users
             file.write_text("".join(f"{name}: {value}\n" for name, value in headers.items()))
             config = config.model_copy(update={"triton_headers_file": file})
@@ -90,7 +96,7 @@ class GatewayProcess:
     def _health(self) -> int:
         """The HTTP status of its health; 0 if it does not answer."""
         try:
-            with open_local(f"http://{self.config.host}:{self.config.port}/health", 5) as response:
+            with open_local(f"{self.config.scheme}://{self.config.host}:{self.config.port}/health", 5) as response:
                 return int(response.status)
         except urllib.error.HTTPError as error:
             error.close()

@@ -12,7 +12,7 @@ import click
 from pydantic import ValidationError
 
 from hf_triton.errors import clip
-from hf_triton.openai.config import GatewayConfig
+from hf_triton.openai.config import GatewayConfig, TritonAddress
 from hf_triton.protocol.validation import problems
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -22,12 +22,14 @@ _METAVARS: Final = {
     "triton": "HOST:PORT",
     "host": "ADDRESS",
     "allowed_origins": "ORIGIN",
-    "api_key_file": "FILE",
-    "triton_headers_file": "FILE",
+    "triton_server_name": "NAME",
     "keep_alive": "DURATION",
     "triton_metrics": "HOST:PORT",
 }
-_SHORT: Final = ("api_key_file", "allowed_origins", "triton_headers_file", "on_demand", "keep_alive", "max_loaded")
+_SHORT: Final = (
+    *TritonAddress.model_fields,
+    *("api_key_file", "ssl_certfile", "ssl_keyfile", "allowed_origins", "on_demand", "keep_alive", "max_loaded"),
+)
 """Fields whose options are the same beside Triton."""
 
 ALONE: Final[Mapping[str, str]] = {
@@ -66,7 +68,7 @@ def _option(name: str, option: str) -> Callable[[Command], Command]:
         multiple=typing.get_origin(field.annotation) is tuple,
         default=field.default,
         show_default=field.default not in (None, ()),
-        metavar=_METAVARS.get(name, "NUMBER"),
+        metavar=_METAVARS.get(name, "FILE" if is_file else "NUMBER"),
         help=text,
     )
 

@@ -125,8 +125,7 @@ def _scalar(value: object) -> bool | int | str:
 def generate(
     words: tuple[str, ...],
     model: str | None,
-    triton: str,
-    headers: dict[str, str],
+    triton: Triton,
     sampling: Sampling,
     as_json: bool,
 ) -> None:
@@ -137,7 +136,7 @@ def generate(
     """
     name, prompt = _read_words(words, model)
     try:
-        asyncio.run(_generate(Triton(triton, headers), name, prompt, sampling, as_json))
+        asyncio.run(_generate(triton, name, prompt, sampling, as_json))
     except KeyboardInterrupt:
         click.echo("\nCancelled.", err=True)
         sys.exit(INTERRUPTED)

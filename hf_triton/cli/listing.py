@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 @click.command("list", epilog="Example: hf-triton list --triton gpu1:8001 --json")
 @triton_options
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON array.")
-def list_models(triton: str, headers: dict[str, str], as_json: bool) -> None:
+def list_models(triton: Triton, as_json: bool) -> None:
     """Show the models of a running Triton: state, version, task, engine, context, stream door, adapters."""
-    models = describe_models(Triton(triton, headers))
+    models = describe_models(triton)
     if as_json:
         click.echo(json.dumps(models, ensure_ascii=False, indent=2))
     elif not models:

@@ -29,15 +29,14 @@ TIMEOUT: Final = click.option(
 @click.argument("name", shell_complete=complete_models)
 @triton_options
 @TIMEOUT
-def load(name: str, triton: str, headers: dict[str, str], timeout: float) -> None:
+def load(name: str, triton: Triton, timeout: float) -> None:
     """Load the model folder NAME, or load it again, and wait until it is ready; its stream door NAME_stream too."""
-    server = Triton(triton, headers)
-    doors = _require_folder(server, name)
+    doors = _require_folder(triton, name)
     started_s = time.monotonic()
-    with _explicit(name), show_progress(f"Loading {name}"), server.connect() as client:
+    with _explicit(name), show_progress(f"Loading {name}"), triton.connect() as client:
         for folder in (name, *doors):
-            client.load_model(folder, headers=headers, client_timeout=timeout)
-    states = [entry for entry in server.index() if entry.name == name]
+            client.load_model(folder, headers=triton.headers, client_timeout=timeout)
+    states = [entry for entry in triton.index() if entry.name == name]
     if not any(entry.state == READY for entry in states):
         reason = next((first_sentence(entry.reason) for entry in states if entry.reason), "the server's log says why")
         raise ServerError("server_failed", f"{name} is not ready after loading: {reason}")
@@ -48,19 +47,18 @@ def load(name: str, triton: str, headers: dict[str, str], timeout: float) -> Non
 @click.argument("name", shell_complete=complete_models)
 @triton_options
 @TIMEOUT
-def unload(name: str, triton: str, headers: dict[str, str], timeout: float) -> None:
+def unload(name: str, triton: Triton, timeout: float) -> None:
     """Unload the model folder NAME and its stream door NAME_stream.
 
     It waits until the requests in flight are answered and the model is out of memory.
     """
-    server = Triton(triton, headers)
-    folders = [*_require_folder(server, name), name]
+    folders = [*_require_folder(triton, name), name]
     started_s = time.monotonic()
     with _explicit(name), show_progress(f"Unloading {name}"):
-        with server.connect() as client:
+        with triton.connect() as client:
             for folder in folders:
-                client.unload_model(folder, headers=headers, client_timeout=timeout)
-        while any(entry.name in folders and entry.state in (READY, "UNLOADING") for entry in server.index()):
+                client.unload_model(folder, headers=triton.headers, client_timeout=timeout)
+        while any(entry.name in folders and entry.state in (READY, "UNLOADING") for entry in triton.index()):
             if time.monotonic() - started_s > timeout:
                 raise ServerError("server_failed", f"{name} is still being unloaded after {timeout:g} s")
             time.sleep(POLL_S)

@@ -41,13 +41,12 @@ def _require_explicit_mode(config: GatewayConfig) -> None:
     Raises:
         ServerError: It does not.
     """
+    from hf_triton.openai.endpoint import Endpoint
     from hf_triton.openai.errors import ApiError
     from hf_triton.openai.repository import TritonRepository
-    from hf_triton.openai.triton_headers import read_headers
 
     async def check() -> None:
-        headers = None if config.triton_headers_file is None else read_headers(config.triton_headers_file)
-        repository = TritonRepository(config.triton, None, headers)
+        repository = TritonRepository(Endpoint.read(config), None)
         try:
             await repository.check()
         finally:

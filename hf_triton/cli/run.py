@@ -21,6 +21,7 @@ from hf_triton.cli.repositories import DEMO_NAME, served_repository
 from hf_triton.cli.session import Session
 from hf_triton.cli.sources import fetch_models, is_repository, model_repository
 from hf_triton.errors import HfTritonError, ServerError
+from hf_triton.openai.endpoint import Endpoint
 from hf_triton.server import TritonServer
 
 LOAD_TIMEOUT_S = 7200.0
@@ -54,7 +55,7 @@ def run(
     exit_at_sigterm()
     with serving(model, settings, generates=True) as (name, server), asyncio.Runner() as runner:
         try:
-            talk(Session(Triton(server.grpc_url, {}), runner, sampling.values, system), name, prompt)
+            talk(Session(Triton(Endpoint(server.grpc_url)), runner, sampling.values, system), name, prompt)
         except HfTritonError as error:
             raise _wrong_task(model or name) if error.code == "wrong_task" else error from None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import sys
 import time
@@ -31,7 +32,18 @@ from hf_triton.cli.sources import fetch_models, is_repository, model_repository,
 from hf_triton.cli.typed import as_typed
 from hf_triton.errors import ServerError
 from hf_triton.openai.config import GatewayConfig
-from hf_triton.server import STOP_GRACE_S, STOP_SIGNALS, TritonServer, check_flags, restricted_protocol_headers
+from hf_triton.server import (
+    ADMIN_HEADER,
+    GRPC_RESTRICTED,
+    HTTP_RESTRICTED,
+    STOP_GRACE_S,
+    STOP_SIGNALS,
+    TritonServer,
+    check_flags,
+    flag_value,
+    lock_flags,
+    restricted_protocol_headers,
+)
 from hf_triton.stream_door.model import SUFFIX
 
 DEFAULT_OPENAI_PORT: Final = GatewayConfig.model_fields["port"].default
@@ -44,6 +56,11 @@ OWN_FLAGS: Final[Mapping[str, str]] = {
     "--model-repository": "a model repository",
 }
 """tritonserver's flags that have an option of their own."""
+TLS: Final = "--grpc-use-ssl"
+MUTUAL_TLS: Final = "--grpc-use-ssl-mutual"
+TRUE: Final = ("true", "True", "TRUE", "1")
+"""As tritonserver reads them."""
+ADMIN_KEY: Final = re.compile(r"[A-Za-z0-9+/_-]{16,256}={0,2}")
 EXAMPLES: Final = """\b
 Examples:
   hf-triton serve Qwen/Qwen3-0.6B --set max_output_length=200
@@ -85,6 +102,13 @@ class _ServeCommand(click.Command):
     show_default=True,
     help="Add a stream door, NAME_stream, beside each folder that does not stream itself.",
 )
+@click.option(
+    "--admin-key-file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="File with the key that Triton asks for to load models, list them, share memory, trace and log, over HTTP "
+    f"(header {ADMIN_HEADER}) and gRPC (triton-grpc-protocol-{ADMIN_HEADER}); by default it asks for none.",
+)
 @click.option("--exit-on-error", is_flag=True, help="Exit if a folder cannot be loaded, instead of serving the others.")
 @click.option("--verbose", is_flag=True, help="Show the log of Triton and the gateway here; else it goes to a file.")
 @gateway_options(BESIDE_TRITON)
@@ -101,6 +125,7 @@ def serve(
     openai: bool,
     load_timeout: float,
     doors: bool,
+    admin_key_file: Path | None,
     exit_on_error: bool,
     verbose: bool,
     **gateway_values: Any,
@@ -121,6 +146,8 @@ def serve(
     if not openai:
         _check_no_gateway_options()
     check_flags(flags)
+    if admin_key_file is not None:
+        flags = [*flags, *_lock(flags, admin_key_file)]
     on_demand = bool(gateway_values["on_demand"])
     if on_demand and EXPLICIT not in flags:
         flags = [*flags, EXPLICIT]
@@ -128,6 +155,7 @@ def serve(
     if openai:
         triton = f"{'127.0.0.1' if host == '0.0.0.0' else host}:{grpc_port}"
         metrics = {"triton_metrics": triton.replace(f":{grpc_port}", f":{metrics_port}")} if on_demand else {}
+        gateway_values |= _tls_of(flags, gateway_values)
         config = read_config(BESIDE_TRITON, gateway_values, triton=triton, host=host, port=openai_port, **metrics)
     for number in STOP_SIGNALS:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # `&` ignores SIGINT, nohup SIGHUP
@@ -240,6 +268,39 @@ def _check_no_gateway_options() -> None:
     for name, option in BESIDE_TRITON.items():
         if source(name) is not ParameterSource.DEFAULT:
             raise click.UsageError(f"{option} needs the gateway: leave --no-openai out")
+
+
+def _lock(flags: Sequence[str], file: Path) -> list[str]:
+    """The flags that ask for a file's key.
+
+    Raises:
+        click.UsageError: The file holds no key, or the flags lock already.
+    """
+    for name in (HTTP_RESTRICTED, GRPC_RESTRICTED):
+        if any(flag.startswith(name.rstrip("=")) for flag in flags):
+            raise click.UsageError(f"--admin-key-file sets {name.rstrip('=')}: give one of them")
+    key = file.read_text(errors="replace").strip()
+    if not ADMIN_KEY.fullmatch(key):
+        raise click.UsageError(
+            f"--admin-key-file {file} must hold one key: 16 to 256 letters, digits and signs of +/_-"
+        )
+    return lock_flags(key)
+
+
+def _tls_of(flags: Sequence[str], values: Mapping[str, Any]) -> dict[str, Any]:
+    """What the gateway needs to reach a Triton whose flags ask for TLS: it trusts that server's own certificate.
+
+    Raises:
+        click.UsageError: The gateway has no certificate for a server that asks clients for one.
+    """
+    is_mutual = flag_value(flags, MUTUAL_TLS) in TRUE
+    if not is_mutual and flag_value(flags, TLS) not in TRUE:
+        return {}
+    if is_mutual and values["triton_cert_file"] is None:
+        raise click.UsageError(
+            f"{MUTUAL_TLS} needs --triton-cert-file and --triton-key-file, for the gateway; or --no-openai"
+        )
+    return {"triton_ca_file": values["triton_ca_file"] or flag_value(flags, "--grpc-server-cert")}
 
 
 def _check_own_flags(flags: Sequence[str]) -> None:

@@ -45,15 +45,14 @@ Figures = Mapping[str, float]
     help="Triton's metrics address; by default the host of --triton, and the port after its gRPC port.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
-def status(model: str | None, triton: str, headers: dict[str, str], metrics: str | None, as_json: bool) -> None:
+def status(model: str | None, triton: Triton, metrics: str | None, as_json: bool) -> None:
     """Show whether a running Triton is ready, and the load of its models, or of MODEL alone."""
-    server = Triton(triton, headers)
-    described = _describe_server(server)
-    models = describe_models(server)
+    described = _describe_server(triton)
+    models = describe_models(triton)
     if model is not None and model not in [entry["model"] for entry in models]:
         raise unknown_model(model, [entry["model"] for entry in models])
-    figures = read_metrics(metrics or _metrics_address(triton))
-    counts = _count_requests(server)
+    figures = read_metrics(metrics or _metrics_address(triton.address))
+    counts = _count_requests(triton)
     rows = [
         _describe_model(entry, None if figures is None else figures.get(entry["model"]), counts.get(entry["model"]))
         for entry in models
@@ -64,14 +63,16 @@ def status(model: str | None, triton: str, headers: dict[str, str], metrics: str
         return
     state = "ready" if described["ready"] else "live, but not ready" if described["live"] else "not live"
     release = f"{described['release']} ({described['version']})" if described["release"] else described["version"]
-    click.echo(f"Triton {release} at {triton}: {click.style(state, fg='green' if described['ready'] else 'yellow')}")
+    click.echo(
+        f"Triton {release} at {triton.address}: {click.style(state, fg='green' if described['ready'] else 'yellow')}"
+    )
     show_table(list(map(_shown_row, rows)), below="reason")
     if figures is None:
         click.echo("No figures of the engines: the metrics port does not answer; name it with --metrics HOST:PORT.")
 
 
 def _describe_server(triton: Triton) -> dict[str, Any]:
-    headers, timeout_s = dict(triton.headers), CALL_TIMEOUT_S
+    headers, timeout_s = triton.headers, CALL_TIMEOUT_S
     with triton.connect() as client:
         about = client.get_server_metadata(headers=headers, client_timeout=timeout_s)
         return {
@@ -109,7 +110,7 @@ def _count_requests(triton: Triton) -> dict[str, int]:
     """Requests executed by Triton's own statistics, by model, all versions together."""
     counts: dict[str, int] = defaultdict(int)
     with triton.connect() as client:
-        answer = client.get_inference_statistics(headers=dict(triton.headers), client_timeout=CALL_TIMEOUT_S)
+        answer = client.get_inference_statistics(headers=triton.headers, client_timeout=CALL_TIMEOUT_S)
     for entry in answer.model_stats:
         counts[entry.name] += entry.inference_count
     return counts
@@ -139,8 +140,8 @@ def _whole(figure: float | None) -> int | None:
     return None if figure is None else int(figure)
 
 
-def _metrics_address(triton: str) -> str:
-    host, _, port = triton.rpartition(":")
+def _metrics_address(address: str) -> str:
+    host, _, port = address.rpartition(":")
     return f"{host}:{int(port) + 1}"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from typing import Final
 
 from fastapi import APIRouter, FastAPI
@@ -31,6 +31,7 @@ from hf_triton.openai import (
 )
 from hf_triton.openai.api_page import mount_api_page
 from hf_triton.openai.config import GatewayConfig
+from hf_triton.openai.endpoint import Endpoint
 from hf_triton.openai.errors import RESPONSES, install_handlers
 from hf_triton.openai.gateway import Gateway
 from hf_triton.openai.http_rules import HttpRules
@@ -44,7 +45,6 @@ from hf_triton.openai.response_store import ResponseStore
 from hf_triton.openai.security import ApiKeys, KeyCheck
 from hf_triton.openai.tracing import GatewayTracer
 from hf_triton.openai.triton import TritonModels
-from hf_triton.openai.triton_headers import read_headers
 
 ROUTERS: Final[tuple[APIRouter, ...]] = (
     models.router,
@@ -70,9 +70,9 @@ def build_app(config: GatewayConfig) -> FastAPI:
     """Build the gateway's application; it connects to Triton when it starts.
 
     Raises:
-        SettingsError: The file of API keys or of Triton's headers cannot be read.
+        SettingsError: The file of API keys, or one for Triton, cannot be read.
     """
-    headers = None if config.triton_headers_file is None else read_headers(config.triton_headers_file)
+    endpoint = Endpoint.read(config)
     keys = None if config.api_key_file is None else ApiKeys(config.api_key_file)
     metrics, tracer = Metrics(), GatewayTracer()
 
@@ -84,9 +84,9 @@ def build_app(config: GatewayConfig) -> FastAPI:
             if keys is not None:
                 stack.enter_context(keys.watched())
             on_demand = (
-                await stack.enter_async_context(_on_demand(config, headers, metrics)) if config.on_demand else None
+                await stack.enter_async_context(_on_demand(config, endpoint, metrics)) if config.on_demand else None
             )
-            models = TritonModels(config.triton, config.timeout_s, headers, on_demand)
+            models = TritonModels(endpoint, config.timeout_s, on_demand)
             stack.push_async_callback(models.close)
             stored = ResponseStore(config.num_stored_responses, config.max_stored_bytes, config.store_for_s)
             app.state.gateway = Gateway(config, models, metrics, stored)
@@ -115,11 +115,9 @@ def build_app(config: GatewayConfig) -> FastAPI:
 
 
 @contextlib.asynccontextmanager
-async def _on_demand(
-    config: GatewayConfig, headers: Mapping[str, str] | None, metrics: Metrics
-) -> AsyncIterator[OnDemand]:
+async def _on_demand(config: GatewayConfig, endpoint: Endpoint, metrics: Metrics) -> AsyncIterator[OnDemand]:
     """Loading on demand while the gateway runs."""
-    repository = TritonRepository(config.triton, config.triton_metrics, headers)
+    repository = TritonRepository(endpoint, config.triton_metrics)
     on_demand = OnDemand(repository, metrics, config.idle_limit_s, config.max_loaded)
     try:
         async with on_demand.running():

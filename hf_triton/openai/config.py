@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Annotated, Final
 
 import annotated_types
-from pydantic import BaseModel, BeforeValidator, ConfigDict, StringConstraints, ValidationInfo, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationInfo, field_validator
 
 from hf_triton.errors import clip
 
+TLS_SCHEME: Final = "grpcs://"
 Address = Annotated[str, StringConstraints(pattern=r"^[^\s/]+:[0-9]{1,5}$")]
+GrpcAddress = Annotated[str, StringConstraints(pattern=r"^(grpcs://)?[^\s/]+:[0-9]{1,5}$")]
+KeyFile = Annotated[Path | None, Field(validate_default=True)]
 Port = Annotated[int, annotated_types.Ge(0), annotated_types.Le(65535)]
 Seconds = Annotated[float, annotated_types.Gt(0), annotated_types.Le(7 * 24 * 3600)]
 Count = Annotated[int, annotated_types.Ge(1), annotated_types.Le(2**31 - 1)]
@@ -44,17 +47,56 @@ def read_duration(value: object) -> object:
 Duration = Annotated[float, BeforeValidator(read_duration)]
 
 
-class GatewayConfig(BaseModel):
-    """What one gateway does; each of its worker processes has a copy."""
+class TritonAddress(BaseModel):
+    """How a Triton is reached, by the gateway and by commands."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
-    triton: Address = "localhost:8001"
-    """Triton's gRPC address, HOST:PORT."""
+    triton: GrpcAddress = "localhost:8001"
+    """Triton's gRPC address, HOST:PORT; grpcs://HOST:PORT for TLS."""
 
     triton_headers_file: Path | None = None
     """File of headers to send to Triton with every call, `NAME: VALUE`, one a line; lines that begin with # are
     comments. Triton's `--grpc-restricted-protocol=...:KEY=VALUE` wants `triton-grpc-protocol-KEY: VALUE`."""
+
+    triton_ca_file: Path | None = None
+    """Certificates, in PEM, of the authorities that Triton's may be of, for TLS; by default those of gRPC, or of its
+    variable GRPC_DEFAULT_SSL_ROOTS_FILE_PATH."""
+
+    triton_cert_file: Path | None = None
+    """Certificate to show to Triton, in PEM, for its `--grpc-use-ssl-mutual`."""
+
+    triton_key_file: KeyFile = None
+    """Its private key, in PEM."""
+
+    triton_server_name: str | None = None
+    """The name that Triton's certificate has, if it is not the one in the address."""
+
+    @property
+    def has_tls(self) -> bool:
+        """Whether Triton is spoken to over TLS: the address says so, or a file is for it."""
+        files = (self.triton_ca_file, self.triton_cert_file)
+        return self.triton.startswith(TLS_SCHEME) or any(file is not None for file in files)
+
+    @field_validator("triton_key_file")
+    @classmethod
+    def _needs_a_certificate(cls, key: Path | None, info: ValidationInfo) -> Path | None:
+        return both_or_none(key, info, "triton_cert_file")
+
+
+def both_or_none(key: Path | None, info: ValidationInfo, certificate: str) -> Path | None:
+    """A private key.
+
+    Raises:
+        ValueError: It is there without its certificate, or the certificate without it.
+    """
+    if (key is None) != (info.data.get(certificate) is None):
+        raise ValueError(f"{info.field_name} belongs to {certificate}: give both, or neither")
+    return key
+
+
+class GatewayConfig(TritonAddress):
+    """What one gateway does; each of its worker processes has a copy."""
 
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 for all."""
@@ -66,6 +108,13 @@ class GatewayConfig(BaseModel):
     """File of API keys, one a line; # begins a comment, on a line of its own or after a key. It is read again when it
     changes, and a key that is not in it any more is refused; without a key in it, all are. Without a file, every
     client is served. Triton's own ports ask for no key."""
+
+    ssl_certfile: Path | None = None
+    """Certificate of the gateway, in PEM, with those between it and its authority behind it: it serves HTTPS then, TLS
+    1.2 and 1.3. It and its key are read again when they change."""
+
+    ssl_keyfile: KeyFile = None
+    """Its private key, in PEM."""
 
     allowed_origins: tuple[str, ...] = ()
     """Origins whose pages may call the gateway from a browser (CORS), `https://chat.example.com` or `*`; none by
@@ -128,6 +177,16 @@ class GatewayConfig(BaseModel):
         """Time after which an idle model is unloaded, in seconds; None: never."""
         given = DEFAULT_KEEP_ALIVE_S if self.keep_alive is None else self.keep_alive
         return None if given == FOR_EVER else given
+
+    @property
+    def scheme(self) -> str:
+        """Of its addresses."""
+        return "http" if self.ssl_certfile is None else "https"
+
+    @field_validator("ssl_keyfile")
+    @classmethod
+    def _needs_a_server_certificate(cls, key: Path | None, info: ValidationInfo) -> Path | None:
+        return both_or_none(key, info, "ssl_certfile")
 
     @field_validator("allowed_origins")
     @classmethod

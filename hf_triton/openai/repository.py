@@ -16,9 +16,10 @@ import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from hf_triton.errors import clip
+from hf_triton.openai.endpoint import Endpoint
 from hf_triton.openai.errors import ApiError, load_reason, logged_reason
 from hf_triton.openai.on_demand import Activity
-from hf_triton.openai.triton import CHANNEL_OPTIONS, CONTROL_TIMEOUT_S, RESTRICTED
+from hf_triton.openai.triton import CONTROL_TIMEOUT_S, RESTRICTED
 from hf_triton.openai.triton_messages import DOOR_SUFFIX
 from hf_triton.server import open_local
 
@@ -34,16 +35,15 @@ class TritonRepository:
     """The repository of one Triton. Belongs to one event loop.
 
     Args:
-        address: Triton's gRPC address, HOST:PORT.
+        endpoint: Triton's gRPC.
         metrics: Its metrics address, HOST:PORT; None: requests in flight that are not the gateway's are not seen.
-        headers: Sent with each call, for a Triton with restricted APIs; names are in lower case.
     """
 
-    def __init__(self, address: str, metrics: str | None, headers: Mapping[str, str] | None = None) -> None:
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    def __init__(self, endpoint: Endpoint, metrics: str | None) -> None:
+        self._channel = endpoint.channel()
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         self._metrics = metrics
-        self._headers = tuple((headers or {}).items())
+        self._headers = tuple(endpoint.headers.items())
 
     async def close(self) -> None:
         """Disconnect; Triton finishes a load under way."""

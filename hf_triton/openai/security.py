@@ -26,6 +26,7 @@ CHECK_EVERY_S: Final = 1.0
 COMMENT: Final = re.compile(rb"(^|\s)#.*", re.DOTALL)
 PAGE: Final = "/"
 """The chat page, which asks for a key; POST to its path is TEI's `/embed`, and needs one."""
+KEY_HEADERS: Final = (b"authorization", b"x-api-key")
 OPEN_PREFIX: Final = "/page/"
 """Files of the chat page."""
 
@@ -136,7 +137,11 @@ def key_of(scope: Scope) -> bytes:
 
 
 def _given_key(scope: Scope) -> bytes | None:
-    headers = dict(scope["headers"])
+    """The key; None for none, and for two, of which a proxy in front may have checked the other."""
+    sent = [header for header in scope["headers"] if header[0] in KEY_HEADERS]
+    headers = dict(sent)
+    if len(headers) < len(sent):
+        return None
     kind, _, key = headers.get(b"authorization", b"").partition(b" ")
     given: bytes | None = key.strip() if kind.lower() == b"bearer" else headers.get(b"x-api-key")
     return given

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 import sys
 from functools import partial
 from typing import Any, Final
@@ -18,6 +19,7 @@ from hf_triton.errors import OneLineFormatter
 from hf_triton.openai.app import build_app
 from hf_triton.openai.config import GatewayConfig
 from hf_triton.openai.errors import ApiError
+from hf_triton.openai.tls import ServerCertificate
 
 KEEP_ALIVE_S: Final = 75
 """How long an idle connection is kept."""
@@ -131,6 +133,10 @@ def _build_worker_app(config: GatewayConfig) -> FastAPI:
     return build_app(config)
 
 
+def _ssl_context(config: GatewayConfig, *unused: object) -> ssl.SSLContext:
+    return ServerCertificate(config).context
+
+
 def uvicorn_config(config: GatewayConfig) -> uvicorn.Config:
     """Uvicorn's settings for a gateway."""
     return uvicorn.Config(
@@ -146,6 +152,7 @@ def uvicorn_config(config: GatewayConfig) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         server_header=False,
+        ssl_context_factory=None if config.ssl_certfile is None else partial(_ssl_context, config),
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=GRACE_S,
     )
@@ -155,9 +162,11 @@ def run(config: GatewayConfig) -> None:
     """Serve until SIGINT or SIGTERM.
 
     Raises:
-        SettingsError: The file of API keys cannot be read.
+        SettingsError: A file of the config cannot be read, or holds something else.
     """
     _build_worker_app(config)  # its errors are raised here, not in a worker
+    if config.ssl_certfile is not None:
+        ServerCertificate(config)
     settings = uvicorn_config(config)
     if config.workers > 1:
         Multiprocess(settings, sockets=[settings.bind_socket()]).run()

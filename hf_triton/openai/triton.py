@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from hf_triton.errors import clip
+from hf_triton.openai.endpoint import Endpoint
 from hf_triton.openai.errors import ApiError, load_reason, model_not_found, triton_error
 from hf_triton.openai.hints import pass_over
 from hf_triton.openai.model_infos import ModelInfos
@@ -35,6 +37,7 @@ from hf_triton.openai.triton_messages import (
     read_outputs,
 )
 
+LOG: Final = logging.getLogger("hf_triton.openai")
 T = TypeVar("T")
 
 MAX_AGE_S: Final = 2.0
@@ -47,16 +50,6 @@ LOST: Final = ("not_loaded", "shutting_down")
 """Codes of a model that is not loaded any more."""
 RESTRICTED: Final = "This protocol is restricted"
 """Triton's words to a call without the header of `--grpc-restricted-protocol`; the name of the header follows."""
-CHANNEL_OPTIONS: Final = (
-    ("grpc.enable_http_proxy", 0),  # http_proxy is for the Hub
-    ("grpc.max_send_message_length", -1),
-    ("grpc.max_receive_message_length", -1),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 5000),  # how long an attempt to connect may take
-    ("grpc.max_reconnect_backoff_ms", 1000),
-    ("grpc.keepalive_time_ms", 20_000),  # Triton drops a connection at the third ping without data
-    ("grpc.keepalive_timeout_ms", 10_000),
-)
 
 
 @dataclass(frozen=True)
@@ -80,23 +73,18 @@ class TritonModels:
     """The models of one Triton. Belongs to one event loop.
 
     Args:
-        address: Triton's gRPC address, HOST:PORT.
+        endpoint: Triton's gRPC.
         timeout_s: Longest time of a generation, in seconds.
-        headers: Sent with each call, for a Triton with restricted APIs; names are in lower case.
         on_demand: Loads and unloads models; None: the models are those that are ready.
     """
 
-    def __init__(
-        self,
-        address: str,
-        timeout_s: float,
-        headers: Mapping[str, str] | None = None,
-        on_demand: OnDemand | None = None,
-    ) -> None:
-        self._headers = tuple((headers or {}).items())
+    def __init__(self, endpoint: Endpoint, timeout_s: float, on_demand: OnDemand | None = None) -> None:
+        self._endpoint = endpoint
+        self._misfit: str | None = None
+        self._headers = tuple(endpoint.headers.items())
         self._timeout_s = timeout_s
         self._on_demand = on_demand
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._channel = endpoint.channel()
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         self._folders: dict[str, Folder] = {}
         self._models: dict[str, Model] = {}
@@ -124,7 +112,8 @@ class TritonModels:
             answer = await self._stub.ServerReady(
                 service_pb2.ServerReadyRequest(), timeout=CONTROL_TIMEOUT_S, metadata=self._headers
             )
-        except grpc.aio.AioRpcError:
+        except grpc.aio.AioRpcError as error:
+            self._note_misfit(error.details())
             return False
         return bool(answer.ready)
 
@@ -280,7 +269,7 @@ class TritonModels:
         self._folders = by_name
         self._models = _models(by_name, self._seen)
         self._seen.update(self._models)
-        self._listed_s = time.monotonic()
+        self._listed_s, self._misfit = time.monotonic(), None
 
     async def _read_folder(self, name: str) -> Folder | None:
         try:
@@ -398,8 +387,16 @@ class TritonModels:
             return ApiError(403, f"Triton restricts this API: {details}", code="restricted")
         coded = self._triton_error(details or "", _HTTP_STATUS.get(status, 500), generation)
         if coded.code is None and coded.status_code == 503:
+            self._note_misfit(details)
             return ApiError(503, "the server cannot be reached: send the request again later", code="unavailable")
         return coded
+
+    def _note_misfit(self, details: str | None) -> None:
+        """Log why Triton cannot be reached, once, if that is for someone to mend."""
+        misfit = self._endpoint.misfit(details or "")
+        if misfit is not None and misfit != self._misfit:
+            self._misfit = misfit
+            LOG.error("Triton cannot be reached at %s: %s", self._endpoint.address, misfit)
 
     def _triton_error(self, message: str, status: int, generation: Generation | TextRequest | None) -> ApiError:
         """Triton's message as an error; one that is not our model's own may mean that the list of models is old."""

@@ -55,7 +55,11 @@ class Engine:
 
     def build(self, tag: str, **arguments: str) -> str:
         """Build the repository's Dockerfile on the stand-in and return the image's name."""
-        pairs = {"BASE_IMAGE": self.base_image} | arguments
+        [torch] = re.findall(r"^torch==\S+", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+        pairs = {
+            "BASE_IMAGE": self.base_image,
+            "TORCH": torch,
+        } | arguments  # the build for processors, where it is there
         options = [word for name, value in pairs.items() for word in ("--build-arg", f"{name}={value}")]
         self("build", "--network=host", "--tag", tag, *options, ".", timeout_s=500)
         return tag

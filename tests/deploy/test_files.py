@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The files of deploy/: valid by the schemas of what reads them, and true of what they deploy."""
 
+import contextlib
 import json
 import os
 import re
 import shutil
+import ssl
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import kubernetes_validate
 import pytest
 import yaml
@@ -20,9 +23,13 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from hf_triton.cli import cli
 from hf_triton.errors import CODES
+from hf_triton.openai.config import GatewayConfig
 from hf_triton.openai.health import LIVE_PATHS, READY_PATHS
 from hf_triton.openai.metrics import Metrics
+from hf_triton.server import free_ports
 from hf_triton.tasks.metrics import METRICS
+from tests.support.certificates import Authority
+from tests.support.gateway import GatewayThread, wait_until
 from tests.support.paths import ROOT, load_script
 
 DEPLOY = ROOT / "deploy"
@@ -138,6 +145,35 @@ def test_compose_takes_its_files() -> None:
     assert [port.rpartition(":")[2] for port in published] == ["9000", "9090", "3000", "8080"]
 
 
+# --- what changes a server -------------------------------------------------------------------------------------------
+
+CHANGES = (
+    "/v2/repository/index",
+    "/v2/repository/models/demo/load",
+    "//v2/repository/models/demo/load",
+    "/v2/models/demo/infer/../../../repository/index",
+    "/v2/systemsharedmemory/region/a/register",
+    "/v2/trace/setting",
+    "/v2/models/demo/trace/setting",
+    "/v2/logging",
+    "/v2/models/demo/config",
+)
+
+
+def test_each_description_of_a_fleet_locks_what_changes_a_server() -> None:
+    texts = {path.name: path.read_text() for path in DEPLOY.rglob("*") if path.is_file()}
+    serving = [name for name, text in texts.items() if re.search(r"- serve$|hf-triton serve ", text, re.MULTILINE)]
+    assert {"deployment.yaml", "compose.yaml", "runtime.yaml"} <= set(serving)
+    assert [name for name in serving if "--admin-key-file" not in texts[name]] == []
+
+
+def test_secrets_are_files() -> None:
+    for path in DEPLOY.rglob("*.yaml"):
+        text = path.read_text()
+        assert "secretKeyRef" not in text, path
+        assert not re.search(r"\bHF_TOKEN\b|_KEY: \$|PASSWORD", text), path
+
+
 # --- Prometheus and Grafana ------------------------------------------------------------------------------------------
 
 
@@ -203,3 +239,71 @@ def lost(given: Any, kept: Any, place: str) -> list[str]:
 @pytest.mark.parametrize("name", ["haproxy.cfg", "canary.cfg"])
 def test_haproxy_takes_its_files(name: str) -> None:
     run(program("haproxy"), "-c", "-q", "-f", str(DEPLOY / "haproxy" / name))
+
+
+@contextlib.contextmanager
+def haproxy(folder: Path, servers: dict[str, int], changes: dict[str, str]) -> Iterator[dict[str, int]]:
+    """HAProxy with the example's configuration, changed, before servers in place of the ports that it names.
+
+    Yields:
+        The ports that it listens on, by those of the file.
+    """
+    text = (DEPLOY / "haproxy" / "haproxy.cfg").read_text()
+    bound = dict(zip(re.findall(r"bind :(\d+)", text), free_ports(4), strict=True))
+    for old, new in changes.items():
+        assert old in text, old
+        text = text.replace(old, new)
+    for old, port in {**bound, **servers}.items():
+        text = re.sub(rf":{old}\b", f":{port}", text)
+    (folder / "haproxy.cfg").write_text(text)
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(PROGRAMS / "lib")}
+    with (folder / "log").open("wb") as log:
+        command = [program("haproxy"), "-f", str(folder / "haproxy.cfg")]
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+    try:
+        yield bound
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+@pytest.mark.filterwarnings("ignore:ssl.TLSVersion:DeprecationWarning")
+def test_haproxy_speaks_tls_on_both_sides(tmp_path: Path) -> None:
+    ca = Authority(tmp_path)
+    made = ca.issue("fleet")
+    (tmp_path / "keys").write_text("sk-of-a-client\n")
+    (tmp_path / "both.pem").write_text(made.file.read_text() + made.key.read_text())
+    changes = {"  #bind": "  bind", "  #default-server": "  default-server", "/certs/fleet.pem": f"{tmp_path}/both.pem"}
+    changes |= {"/certs/ca.pem": str(ca.file), "option httpchk GET /v2": "#option httpchk GET /v2"}
+    changes |= {"option httpchk GET /health/ready": "option httpchk GET /health/live"}  # there is no Triton
+    config = GatewayConfig(
+        triton="127.0.0.1:1", port=0, api_key_file=tmp_path / "keys", ssl_certfile=made.file, ssl_keyfile=made.key
+    )
+    key = {"Authorization": "Bearer sk-of-a-client"}
+    with (
+        GatewayThread(config) as gateway,
+        haproxy(tmp_path, dict.fromkeys(("9000", "9001", "9002"), gateway.port), changes) as ports,
+        httpx.Client(verify=ca.client(), trust_env=False) as client,
+    ):
+        url = f"https://127.0.0.1:{ports['8443']}"
+        wait_until(lambda: is_answered(client, f"{url}/health/live"))
+        assert client.get(f"{url}/version", headers=key).status_code == 200
+        assert client.get(f"{url}/version").status_code == 401
+        assert client.get(f"{url}/version", headers=[*key.items(), ("Authorization", "Bearer x")]).status_code == 401
+        with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+            httpx.get(f"{url}/version", trust_env=False)
+        old = ca.client()
+        old.set_ciphers("ALL:@SECLEVEL=0")
+        old.minimum_version = old.maximum_version = ssl.TLSVersion.TLSv1_1
+        with pytest.raises(httpx.ConnectError, match="PROTOCOL_VERSION"):
+            httpx.get(f"{url}/version", verify=old, trust_env=False)
+        for path in CHANGES:
+            for port in (8081, 8444):
+                refused = client.post(f"http{'s' * (port > 8443)}://127.0.0.1:{ports[str(port)]}{path}", json={})
+                assert refused.status_code == 403, path
+
+
+def is_answered(client: httpx.Client, url: str) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return client.get(url).status_code == 200
+    return False

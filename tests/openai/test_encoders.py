@@ -20,6 +20,7 @@ import pytest
 from transformers import AutoModel, AutoModelForSequenceClassification
 
 from hf_triton.openai.config import GatewayConfig
+from hf_triton.openai.endpoint import Endpoint
 from hf_triton.openai.triton import TritonModels
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from tests.support.adapters import save_lora, wrap
@@ -91,7 +92,7 @@ def client(gateway: GatewayThread) -> Iterator[openai.OpenAI]:
 
 def test_encoders_say_what_they_are(server: TritonServer) -> None:
     async def infos() -> dict[str, Any]:
-        models = TritonModels(server.grpc_url, 60.0)
+        models = TritonModels(Endpoint(server.grpc_url), 60.0)
         try:
             return {name: folder.info for name, folder in (await models.folders()).items()}
         finally:

@@ -10,6 +10,7 @@ import pytest
 from tritonclient.grpc import model_config_pb2
 
 from hf_triton.openai import hints
+from hf_triton.openai.endpoint import Endpoint
 from hf_triton.openai.model_infos import RETRY_S, ModelInfos, info_request
 from hf_triton.openai.triton import TritonModels
 from hf_triton.openai.triton_messages import Folder
@@ -69,7 +70,7 @@ def test_a_busy_model_answers(triton: TritonServer, gateway: GatewayThread) -> N
 
 def test_the_gateway_reads_it(triton: TritonServer) -> None:
     async def infos() -> dict[str, ModelInfo | None]:
-        models = TritonModels(triton.grpc_url, 60.0)
+        models = TritonModels(Endpoint(triton.grpc_url), 60.0)
         try:
             return {model.name: model.folder.info for model in await models.models()}
         finally:

@@ -4,6 +4,7 @@
 import codecs
 import logging
 import os
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,8 +58,46 @@ def test_keys_of_a_file_are_required(triton: TritonServer, keys: Path) -> None:
         assert status(gateway, authorization=f"bearer {OTHER_KEY}") == 200
         for wrong in ("", "Bearer", f"Basic {KEY}", f"Bearer {KEY}x", "Bearer # for tests"):
             assert status(gateway, authorization=wrong) == 401
+        assert status(gateway, f"/v1/models?api_key={KEY}&key={KEY}&access_token={KEY}") == 401
         assert status(gateway, "/metrics") == 401
         assert status(gateway, "/health") == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [("authorization", f"Bearer {KEY}"), ("authorization", "Bearer sk-of-another")],
+        [("authorization", "Bearer sk-of-another"), ("Authorization", f"Bearer {KEY}")],
+        [("x-api-key", KEY), ("x-api-key", OTHER_KEY)],
+        [("authorization", f"Bearer {KEY}, Bearer sk-of-another")],
+    ],
+)
+def test_two_keys_are_none(alone: GatewayThread, headers: list[tuple[str, str]]) -> None:
+    """A proxy in front may have checked, or counted, the other."""
+    assert httpx.get(f"{alone.url}/version", headers=headers).status_code == 401
+
+
+SMUGGLED = {
+    "two lengths": "Content-Length: 0\r\nContent-Length: 44",
+    "length and chunks": "Content-Length: 44\r\nTransfer-Encoding: chunked",
+    "chunks by another name": "Transfer-Encoding: xchunked",
+    "chunks not last": "Transfer-Encoding: chunked, identity",
+    "a space before the colon": "Content-Length : 44",
+    "a signed length": "Content-Length: +44",
+}
+
+
+@pytest.mark.parametrize("headers", SMUGGLED.values(), ids=SMUGGLED)
+def test_a_request_of_two_readings_is_refused(alone: GatewayThread, headers: str) -> None:
+    hidden = f"GET /version HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\n\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\n{headers}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", alone.port), 10) as connection:
+        connection.sendall(f"{head}0\r\n\r\n{hidden}".encode())
+        answer = b""
+        while piece := connection.recv(65536):
+            answer += piece
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.count(b"HTTP/1.1") == 1, "what hides in the body is answered"
 
 
 def test_the_page_needs_no_key_and_a_request_to_its_address_does(alone: GatewayThread) -> None:

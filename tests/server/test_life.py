@@ -20,7 +20,7 @@ from tritonclient.utils import InferenceServerException
 
 from hf_triton.server import free_ports
 from hf_triton.testing import LoopbackHub, TritonServer, build_tiny_checkpoint
-from tests.support.client import Reply, post
+from tests.support.client import Reply, get, post
 from tests.support.gateway import wait_until
 from tests.support.haproxy import Front, haproxy, needs_haproxy
 from tests.support.paths import ROOT
@@ -323,7 +323,7 @@ def canary(folder: Path, stable: TritonServer, canary: TritonServer) -> Iterator
 
 def get_status(front: Front) -> int:
     with contextlib.suppress(OSError):
-        return post(front, "/v2/repository/index", {}).status
+        return get(front, "/v2/health/ready").status
     return 0
 
 

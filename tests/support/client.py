@@ -49,7 +49,7 @@ def post(
     return _send(urllib.request.Request(server.http_url + path, data=data, headers=sent, method=method), timeout_s)
 
 
-def get(server: TritonServer, path: str) -> Reply:
+def get(server: HttpServer, path: str) -> Reply:
     return _send(urllib.request.Request(server.http_url + path), 10.0)
 
 

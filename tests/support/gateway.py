@@ -30,7 +30,7 @@ class GatewayThread:
         self._socket = socket.create_server((config.host, config.port))
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True)
         self.port = int(self._socket.getsockname()[1])
-        self.url = f"http://{config.host}:{self.port}"
+        self.url = f"{config.scheme}://{config.host}:{self.port}"
 
     def __enter__(self) -> "GatewayThread":
         self._thread.start()

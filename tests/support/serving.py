@@ -32,7 +32,7 @@ class Serving:
         **variables: str,
     ) -> None:
         ports = ports or free_ports(len(PORTS))
-        self.http_port, self.openai_port = ports[0], ports[-1]
+        self.http_port, self.grpc_port, _, self.openai_port = ports
         self._output = output
         with output.open("wb") as file:
             self.process = subprocess.Popen(

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton's gRPC as a client reaches it: address, headers, TLS. Imports gRPC when it connects."""
+
+from __future__ import annotations
+
+import re
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from hf_triton.openai.config import TLS_SCHEME, TritonAddress
+from hf_triton.openai.tls import read_certificates, read_chain
+from hf_triton.openai.triton_headers import read_headers
+
+if TYPE_CHECKING:
+    import grpc
+
+CHANNEL_OPTIONS: Final[tuple[tuple[str, Any], ...]] = (
+    ("grpc.enable_http_proxy", 0),  # http_proxy is for the Hub
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 5000),  # how long an attempt to connect may take
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.keepalive_time_ms", 20_000),  # Triton drops a connection at the third ping without data
+    ("grpc.keepalive_timeout_ms", 10_000),
+)
+PROBLEMS: Final[Mapping[str, str]] = {
+    "DNS": "there is no such host",
+    "name resolution": "there is no such host",
+    "errors resolving": "there is no such host",
+    "certificate has expired": "its certificate has expired",
+    "certificate is not yet valid": "its certificate is not valid yet",
+    "Hostname Verification": "its certificate is for another name, which --triton-server-name may give",
+    "CERTIFICATE_VERIFY_FAILED": "its certificate is of no authority that is trusted: name one's with --triton-ca-file",
+    "WRONG_VERSION_NUMBER": "what listens there speaks no TLS",
+    "Handshake read failed": "what listens there speaks no TLS",
+    "TSI_PROTOCOL_FAILURE": "the TLS handshake failed",
+}
+"""What gRPC says of a connection that no waiting mends, and what that means; the first that is in it counts."""
+NO_GRPC: Final = re.compile("failed to connect.*(Socket closed|Connection reset|Broken pipe|http1.x)", re.DOTALL)
+NOT_PLAIN: Final = "what listens there speaks no gRPC: is it the HTTP port, or does it want TLS, grpcs://HOST:PORT?"
+NOT_TAKEN: Final = (
+    "it ended the TLS handshake, as one does that wants a client certificate: --triton-cert-file and --triton-key-file"
+)
+
+
+@dataclass(frozen=True)
+class Tls:
+    """What a client needs for TLS, as PEM."""
+
+    ca: bytes | None
+    """Authorities that are trusted; None: gRPC's own, or those of GRPC_DEFAULT_SSL_ROOTS_FILE_PATH."""
+    certificate: bytes | None
+    key: bytes | None = field(repr=False)
+    server_name: str | None
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A Triton's gRPC."""
+
+    address: str
+    """HOST:PORT."""
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Sent with each call; names are in lower case."""
+    tls: Tls | None = None
+
+    @classmethod
+    def read(cls, address: TritonAddress, headers: Mapping[str, str] | None = None) -> Endpoint:
+        """The endpoint of an address, with its files read.
+
+        Args:
+            address: Names the files.
+            headers: More of them, which count before those of the file.
+
+        Raises:
+            SettingsError: A file cannot be read, or holds something else.
+        """
+        file = address.triton_headers_file
+        more = {} if file is None else read_headers(file)
+        host_port = address.triton.removeprefix(TLS_SCHEME)
+        return cls(host_port, more | dict(headers or {}), _read_tls(address) if address.has_tls else None)
+
+    @property
+    def options(self) -> list[tuple[str, Any]]:
+        """Of a channel."""
+        name = self.tls and self.tls.server_name
+        return [*CHANNEL_OPTIONS, *([("grpc.ssl_target_name_override", name)] if name else [])]
+
+    @property
+    def credentials(self) -> grpc.ChannelCredentials | None:
+        """Of a channel; None: it is not encrypted."""
+        import grpc
+
+        if self.tls is None:
+            return None
+        return grpc.ssl_channel_credentials(self.tls.ca, self.tls.key, self.tls.certificate)
+
+    def channel(self) -> grpc.aio.Channel:
+        """A channel of the running event loop."""
+        import grpc
+
+        credentials = self.credentials
+        if credentials is None:
+            return grpc.aio.insecure_channel(self.address, options=self.options)
+        return grpc.aio.secure_channel(self.address, credentials, options=self.options)
+
+    def problem(self, details: str) -> str:
+        """Why Triton cannot be reached, from gRPC's own sentence."""
+        broken = "the connection is refused" if "refused" in details else "the connection broke off"
+        return self.misfit(details) or broken
+
+    def misfit(self, details: str) -> str | None:
+        """Why it cannot be reached, if that is for someone to mend: a name, a certificate, another protocol."""
+        for sign, meaning in PROBLEMS.items():
+            if sign in details:
+                return meaning
+        if NO_GRPC.search(details):
+            return NOT_PLAIN if self.tls is None else NOT_TAKEN
+        return None
+
+
+def _read_tls(address: TritonAddress) -> Tls:
+    ca = None
+    if address.triton_ca_file is not None:
+        ca = read_certificates(address.triton_ca_file, "triton_ca_file")
+    certificate = key = None
+    if address.triton_cert_file is not None and address.triton_key_file is not None:
+        names = ("triton_cert_file", "triton_key_file")
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        certificate, key = read_chain(context, (address.triton_cert_file, address.triton_key_file), names)
+    return Tls(ca, certificate, key, address.triton_server_name)
