@@ -58,7 +58,7 @@ def usage_of(outputs: Outputs, num_choices: int = 1) -> dict[str, int]:
         outputs: Of a whole response.
         num_choices: Completions per prompt, which share its tokens.
     """
-    return usage(sum(outputs["num_input_tokens"][::num_choices]), sum(outputs["num_output_tokens"]))
+    return usage(sum(outputs["num_input_tokens"][::num_choices]), sum(outputs.get("num_output_tokens", ())))
 
 
 def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:

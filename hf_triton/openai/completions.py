@@ -80,7 +80,9 @@ class CompletionRequest(GenerationFields):
             options["return_logprobs"] = True
             if self.echo:
                 sampling["prompt_logprobs"] = self.logprobs
-        returns: tuple[str, ...] = ("finish_reason", "stop_string", "num_input_tokens", "num_output_tokens")
+        returns: tuple[str, ...] = ("finish_reason", "stop_string", "num_input_tokens")
+        if not self.only_scores:
+            returns = (*returns, "num_output_tokens")
         if self.return_token_ids:
             returns = (*returns, "token_ids", "prompt_token_ids")
         elif self.counts_continuously:
@@ -144,10 +146,7 @@ class _Answer:
         return choice
 
     def usage(self, outputs: Outputs) -> dict[str, int]:
-        usage = usage_of(outputs, self.body.num_choices)
-        if self.body.only_scores:
-            return usage | {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
-        return usage
+        return usage_of(outputs, self.body.num_choices)
 
 
 def _answers(body: CompletionRequest, generations: Sequence[Generation]) -> list[_Answer]:
