@@ -156,10 +156,18 @@ def codes_table() -> str:
 
 
 def metrics_table() -> str:
-    """Every metric, with its own label in its name."""
-    names = (f"{metric.name}{{{metric.label}}}" if metric.label else metric.name for metric in METRICS)
-    rows = (f"| `{name}` | {metric.kind} | {metric.help} |" for name, metric in zip(names, METRICS, strict=True))
+    """Every metric, with its own labels in its name."""
+    rows = (
+        f"| `{metric.name}{_labels(metric.label, 'adapter' if metric.by_adapter else '')}` | {metric.kind} "
+        f"| {metric.help} |"
+        for metric in METRICS
+    )
     return "\n".join(["| name | kind | meaning |", "|---|---|---|", *rows])
+
+
+def _labels(*names: str) -> str:
+    listed = ",".join(filter(None, names))
+    return f"{{{listed}}}" if listed else ""
 
 
 def openai_fields_table() -> str:
