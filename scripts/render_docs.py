@@ -19,6 +19,7 @@ from hf_triton.openai.chat import ChatRequest
 from hf_triton.openai.completions import CompletionRequest
 from hf_triton.openai.config import GatewayConfig
 from hf_triton.openai.fields import IGNORED
+from hf_triton.openai.key_lines import Quota
 from hf_triton.openai.metrics import Metrics
 from hf_triton.protocol.chat import ChatOptions
 from hf_triton.protocol.dialects import ALIASES
@@ -205,6 +206,12 @@ def gateway_options_table() -> str:
     return "\n".join(["| option | default | meaning |", "|---|---|---|", *lines])
 
 
+def key_limits_table() -> str:
+    """What a line of the file of API keys may say of a key."""
+    lines = (f"| `{name}` | {_one_line(field.description)} |" for name, field in Quota.model_fields.items())
+    return "\n".join(["| name | meaning |", "|---|---|", *lines])
+
+
 def gateway_metrics_table() -> str:
     """The gateway's metrics; a counter's name ends in `_total`."""
     lines = (
@@ -249,6 +256,7 @@ def parts() -> Mapping[str, str]:
         "openai fields": openai_fields_table(),
         "openai passed over": passed_over_list(),
         "gateway options": gateway_options_table(),
+        "key limits": key_limits_table(),
         "gateway metrics": gateway_metrics_table(),
         "cache variables": variables(CACHE_VARIABLES),
         "token variables": variables(TOKEN_VARIABLES),

@@ -5,7 +5,10 @@ import asyncio
 import json
 import logging
 import os
+import re
+import shlex
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,9 @@ from hf_triton.openai.config import GatewayConfig
 from hf_triton.openai.metrics import LIMITS
 from hf_triton.testing import TritonServer
 from tests.support.gateway import GatewayThread, num_running, wait_until
+from tests.support.paths import ROOT
 
+GATEWAY_DOCUMENT = (ROOT / "docs" / "gateway.md").read_text(encoding="utf-8")
 ADMIN = "sk-admin"
 KEYS = f"""
 * concurrent_requests=500
@@ -257,6 +262,26 @@ def test_key_uses_its_models_alone(gateway: GatewayThread) -> None:
             ) as no:
                 ask()
             assert (no.value.code, no.value.param) == ("model_not_allowed", "model")
+
+
+def test_documented_file_and_request(triton: TritonServer, keys: Path) -> None:
+    section = GATEWAY_DOCUMENT.partition("## Limits of keys")[2]
+    keys.write_text(section.split("```")[1].strip("\n"))
+    words = shlex.split(re.findall(r"^```bash\n(curl .*?)^```", section, re.DOTALL | re.MULTILINE)[0])
+    headers = dict(word.split(": ") for flag, word in pairwise(words) if flag == "-H")
+    body = words[words.index("-d") + 1]
+    with GatewayThread(GatewayConfig(triton=triton.grpc_url, port=0, api_key_file=keys)) as running:
+        url = next(word for word in words if word.startswith("http")).replace("http://localhost:9000", running.url)
+        answer = httpx.post(url, content=body, headers=headers, timeout=60)
+        assert answer.status_code == 200
+        assert answer.headers["x-ratelimit-remaining-requests"] == "59"
+        refused = httpx.post(url, json={**json.loads(body), "model": "tiny"}, headers=headers)
+        assert refused.status_code == 403
+        told = [
+            httpx.post(url, content=body, headers=bearer(key)).headers for key in ("sk-alice-kCq1", "sk-batch-9aZm")
+        ]
+    assert (told[0]["x-ratelimit-limit-requests"], told[0]["x-ratelimit-limit-tokens"]) == ("600", "20000")
+    assert not any(name in told[1] for name in HEADERS)
 
 
 def test_file_of_thousands_of_keys(keys: Path, triton: TritonServer) -> None:

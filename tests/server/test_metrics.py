@@ -322,9 +322,14 @@ def test_promtool_has_nothing_to_say(server: TritonServer) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+KEY = "sk-of-prometheus"
+
+
 @pytest.fixture(scope="module")
-def gateway(server: TritonServer) -> Iterator[GatewayThread]:
-    with GatewayThread(GatewayConfig(triton=server.grpc_url, port=0)) as running:
+def gateway(server: TritonServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayThread]:
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text(f"{KEY} name=prometheus\n")
+    with GatewayThread(GatewayConfig(triton=server.grpc_url, port=0, api_key_file=keys)) as running:
         yield running
 
 
@@ -338,7 +343,9 @@ def query(
     targets = [urllib.parse.urlsplit(url).netloc for url in (server.metrics_url, gateway.url)]
     config = {
         "global": {"scrape_interval": "500ms"},
-        "scrape_configs": [{"job_name": "triton", "static_configs": [{"targets": targets}]}],
+        "scrape_configs": [
+            {"job_name": "triton", "static_configs": [{"targets": targets}], "authorization": {"credentials": KEY}}
+        ],
     }
     (folder / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML
     command = [
@@ -428,9 +435,12 @@ def test_the_dashboards_and_the_alerts_queries_have_answers(
             infer(server, "continuous", ["one", "two"], parameters={"max_new_tokens": 6})
             generate(server, "continuous", "x", no_such_parameter=1)
             body = {"model": "continuous", "prompt": "a", "max_tokens": 2}
-            httpx.post(f"{gateway.url}/v1/completions", json=body)
-            httpx.get(f"{gateway.url}/v1/models")
-            values = [each["value"][1] for each in query(asked)]
-            return any(value != "NaN" for value in values)
+            httpx.post(f"{gateway.url}/v1/completions", json=body, headers={"x-api-key": KEY})
+            httpx.get(f"{gateway.url}/v1/models", headers={"x-api-key": KEY})
+            generate(server, "tuned", "x", max_new_tokens=2, lora_name="law")
+            found = query(asked)
+            if "adapter" in asked and not any(each["metric"].get("adapter") == "law" for each in found):
+                return False
+            return any(each["value"][1] != "NaN" for each in found)
 
         assert until(has_numbers), expression
