@@ -23,7 +23,11 @@ OF_MODEL: Final = '{model=~"$model"}'
 QUANTILES: Final = (0.5, 0.95, 0.99)
 WIDTH, HEIGHT, NUM_COLUMNS = 8, 7, 3
 GATEWAY: Final = Metrics()
-TOKENS_OF_KEYS: Final = {"prompts": GATEWAY.key_prompt_tokens, "generated": GATEWAY.key_completion_tokens}
+TOKENS_OF_KEYS: Final = {
+    "prompts": GATEWAY.key_prompt_tokens,
+    "cached": GATEWAY.key_cached_tokens,
+    "generated": GATEWAY.key_completion_tokens,
+}
 
 
 @dataclass(frozen=True)
@@ -154,7 +158,7 @@ def panels() -> Iterator[tuple[str, list[Panel]]]:
             _gateway("Requests by key", GATEWAY.key_requests, "key", unit="reqps", needs="keys"),
             Panel(
                 "Tokens by key",
-                "Tokens per second of each API key, of prompts and generated.",
+                "Tokens per second of each API key: of prompts, of these from the prefix cache, and generated.",
                 {
                     f"{{{{key}}}} {what}": f"sum by (key) (rate({counter._name}_total{RATE}))"
                     for what, counter in TOKENS_OF_KEYS.items()

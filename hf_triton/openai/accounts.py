@@ -112,9 +112,10 @@ class Account:
         finally:
             self._num_in_flight -= 1
 
-    def charge(self, num_prompt_tokens: int, num_completion_tokens: int) -> None:
-        """Count tokens of a request."""
+    def charge(self, num_prompt_tokens: int, num_completion_tokens: int, num_cached_tokens: int = 0) -> None:
+        """Count tokens of a request; cached ones are among the prompt's, and cost as much."""
         self._counts.prompt_tokens.inc(num_prompt_tokens)
+        self._counts.cached_tokens.inc(num_cached_tokens)
         self._counts.completion_tokens.inc(num_completion_tokens)
         self._use(TOKENS, num_prompt_tokens + num_completion_tokens)
 
@@ -194,18 +195,22 @@ class Tally:
         """Charge what a response has beyond the earlier ones."""
         if self._account is None:
             return
-        counts, num_prompt_tokens = outputs.get("num_input_tokens", []), 0
-        if counts and not self._has_prompt:
-            self._has_prompt = True
-            num_prompt_tokens = sum(counts[:: max(1, len(counts) // (self._num_prompts or len(counts)))])
+        num_prompt_tokens = 0 if self._has_prompt else self._of_prompts(outputs, "num_input_tokens")
+        self._has_prompt |= num_prompt_tokens > 0
         if "num_output_tokens" in outputs:  # of a whole response, or a stream's last
             num_new = sum(outputs["num_output_tokens"]) - self._num_completion_tokens
         else:
             ids = outputs.get("token_ids", [])
             num_new = sum(len(json_output(outputs, "token_ids", index) or ()) for index in range(len(ids)))
         self._num_completion_tokens += num_new
-        if num_prompt_tokens or num_new > 0:
-            self._account.charge(num_prompt_tokens, max(0, num_new))
+        if num_prompt_tokens or num_new > 0 or "num_cached_tokens" in outputs:
+            num_cached_tokens = self._of_prompts(outputs, "num_cached_tokens")
+            self._account.charge(num_prompt_tokens, max(0, num_new), num_cached_tokens)
+
+    def _of_prompts(self, outputs: Outputs, name: str) -> int:
+        """The sum of an output's counts, in which each completion of a prompt repeats the prompt's."""
+        counts = outputs.get(name, [])
+        return sum(counts[:: max(1, len(counts) // (self._num_prompts or len(counts) or 1))])
 
 
 def allows_model(name: str) -> bool:

@@ -28,6 +28,7 @@ class KeyCounts:
 
     requests: Counter
     prompt_tokens: Counter
+    cached_tokens: Counter
     completion_tokens: Counter
     refused: Mapping[str, Counter]
     """By limit."""
@@ -86,6 +87,12 @@ class Metrics:
         self.key_prompt_tokens = Counter(
             f"{PREFIX}_key_prompt_tokens", "Tokens of prompts by the API key's name.", ("key",), registry=self.registry
         )
+        self.key_cached_tokens = Counter(
+            f"{PREFIX}_key_cached_tokens",
+            "Of these, tokens that the prefix cache had, by the API key's name.",
+            ("key",),
+            registry=self.registry,
+        )
         self.key_completion_tokens = Counter(
             f"{PREFIX}_key_completion_tokens",
             "Tokens of completions by the API key's name.",
@@ -104,13 +111,15 @@ class Metrics:
         return KeyCounts(
             self.key_requests.labels(name),
             self.key_prompt_tokens.labels(name),
+            self.key_cached_tokens.labels(name),
             self.key_completion_tokens.labels(name),
             {limit: self.key_refused.labels(name, limit) for limit in LIMITS},
         )
 
     def forget_key(self, name: str) -> None:
         """Export nothing of an API key any more; it was given to `of_key`."""
-        for counter in (self.key_requests, self.key_prompt_tokens, self.key_completion_tokens):
+        tokens = (self.key_prompt_tokens, self.key_cached_tokens, self.key_completion_tokens)
+        for counter in (self.key_requests, *tokens):
             counter.remove(name)
         for limit in LIMITS:
             self.key_refused.remove(name, limit)

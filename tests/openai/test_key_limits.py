@@ -212,6 +212,26 @@ def test_tokens_are_counted_as_the_usage_says(gateway: GatewayThread, name: str)
     assert not any(found[f"refused_total{limit}"] for limit in LIMITS)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_cached_tokens_are_told_and_counted(gateway: GatewayThread, stream: bool) -> None:
+    first = 40 + 20 * stream
+    body = {"model": "demo", "prompt": [[*range(first, first + 150)], [9] * 3], "max_tokens": 2, "n": 2, "seed": 1}
+    details: list[Any] = []
+    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key=ADMIN) as client:
+        for _ in range(2):
+            if stream:
+                *_, last = client.completions.create(**body, **STREAM)
+                details.append(last.usage.prompt_tokens_details)
+            else:
+                details.append(client.completions.create(**body).usage.prompt_tokens_details)
+        responses = [client.responses.create(model="demo", input="a " * 200, max_output_tokens=2) for _ in range(2)]
+    assert details[0] is None
+    assert details[1].cached_tokens == 128
+    nums = [response.usage.input_tokens_details.cached_tokens for response in responses]
+    assert nums[1] > 0
+    assert used(gateway, "admin")["cached_tokens_total"] == 128 + sum(nums)
+
+
 def test_counting_tokens_is_no_use_of_them(gateway: GatewayThread) -> None:
     counted = post(gateway, ADMIN, "/v1/messages/count_tokens", messages=chat()["messages"])
     tokens = httpx.post(f"{gateway.url}/tokenize", json={"model": "tiny", "prompt": "a"}, headers=bearer(ADMIN))

@@ -170,11 +170,11 @@ def test_metrics_are_those_of_the_keys_that_there_are(clock: Clock) -> None:
 
 
 @pytest.fixture
-def current(clock: Clock) -> Iterator[list[tuple[int, int]]]:
+def current(clock: Clock) -> Iterator[list[tuple[int, ...]]]:
     """What is charged to the current account, one for each time."""
     asked = account()
-    charged: list[tuple[int, int]] = []
-    asked.charge = lambda prompt, completion: charged.append((prompt, completion))  # type: ignore[method-assign]
+    charged: list[tuple[int, ...]] = []
+    asked.charge = lambda *counts: charged.append(counts)  # type: ignore[method-assign]
     token = CURRENT.set(asked)
     yield charged
     CURRENT.reset(token)
@@ -184,18 +184,21 @@ def generation(num_prompts: int = 0, **options: bool) -> Generation:
     return Generation("m", "id", {}, options, prompts=["a"] * num_prompts)
 
 
-def test_whole_response_is_charged_with_its_usage(current: list[tuple[int, int]]) -> None:
-    Tally(generation(2)).read({"num_input_tokens": [5, 5, 7, 7], "num_output_tokens": [1, 2, 3, 4]})
+def test_whole_response_is_charged_with_its_usage(current: list[tuple[int, ...]]) -> None:
+    Tally(generation(2)).read(
+        {"num_input_tokens": [5, 5, 7, 7], "num_cached_tokens": [4, 4, 2, 2], "num_output_tokens": [1, 2, 3, 4]}
+    )
     Tally(generation()).read({"num_input_tokens": [5, 5], "num_output_tokens": [1, 2]})
     Tally(TextRequest("m", "id", "embeddings", {"text": ["a", "b"]}, [])).read({"num_input_tokens": [5, 6]})
     Tally(generation(tokenize_only=True)).read({"num_input_tokens": [5]})
     Tally(generation(1)).read({"text_output": ["a"]})
-    assert current == [(12, 10), (5, 3), (11, 0)]
+    assert current == [(12, 10, 6), (5, 3, 0), (11, 0, 0)]
 
 
-def test_stream_is_charged_as_it_comes(current: list[tuple[int, int]]) -> None:
+def test_stream_is_charged_as_it_comes(current: list[tuple[int, ...]]) -> None:
     tally = Tally(generation(1))
     tally.read({"num_input_tokens": [5, 5], "token_ids": ["[1]", ""]})
     tally.read({"token_ids": ["[2, 3]", "[4]"]})
-    tally.read({"num_input_tokens": [5, 5], "num_output_tokens": [4, 1], "token_ids": ["[5]", ""]})
-    assert current == [(5, 1), (0, 3), (0, 1)]
+    last = {"num_input_tokens": [5, 5], "num_cached_tokens": [2, 2], "num_output_tokens": [4, 1]}
+    tally.read({**last, "token_ids": ["[5]", ""]})
+    assert current == [(5, 1, 0), (0, 3, 0), (0, 1, 2)]
