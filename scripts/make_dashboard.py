@@ -23,6 +23,11 @@ OF_MODEL: Final = '{model=~"$model"}'
 QUANTILES: Final = (0.5, 0.95, 0.99)
 WIDTH, HEIGHT, NUM_COLUMNS = 8, 7, 3
 GATEWAY: Final = Metrics()
+TOKENS_OF_KEYS: Final = {
+    "prompts": GATEWAY.key_prompt_tokens,
+    "cached": GATEWAY.key_cached_tokens,
+    "generated": GATEWAY.key_completion_tokens,
+}
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,12 @@ def panels() -> Iterator[tuple[str, list[Panel]]]:
             ),
             Panel("In flight", declared.IN_FLIGHT.help, {"{{model}}": _now(declared.IN_FLIGHT)}),
             Panel("Waiting", declared.WAITING.help, {"{{model}}": _now(declared.WAITING)}),
+            Panel(
+                "Requests by adapter",
+                "Requests per second of each LoRA adapter; without a name, the model's own.",
+                {"{{model}} {{adapter}}": _rate(declared.REQUESTS, "adapter")},
+                "reqps",
+            ),
             _times("Time in the queue", declared.QUEUE_TIME),
             _times("Time of a request", declared.LATENCY),
         ],
@@ -122,6 +133,14 @@ def panels() -> Iterator[tuple[str, list[Panel]]]:
                 {"{{model}}": f"avg by (model) ({declared.KV_CACHE_USAGE.name}{OF_MODEL})"},
                 "percentunit",
             ),
+            Panel(
+                "Tokens by adapter",
+                "Tokens per second of each LoRA adapter, of prompts and generated; without a name, the model's own.",
+                {
+                    "{{model}} {{adapter}} prompts": _rate(declared.PROMPT_TOKENS, "adapter"),
+                    "{{model}} {{adapter}} generated": _rate(declared.GENERATED_TOKENS, "adapter"),
+                },
+            ),
             Panel("Preemptions", declared.PREEMPTIONS.help, {"{{model}}": _rate(declared.PREEMPTIONS)}),
             Panel(
                 "Completions",
@@ -136,6 +155,17 @@ def panels() -> Iterator[tuple[str, list[Panel]]]:
             _gateway("Requests of the gateway", GATEWAY.requests, "endpoint", "status", unit="reqps"),
             _gateway("Time of the gateway's requests", GATEWAY.duration, "endpoint", unit="s"),
             _gateway("Time to the first event", GATEWAY.first_token, "endpoint", unit="s", needs="streams"),
+            _gateway("Requests by key", GATEWAY.key_requests, "key", unit="reqps", needs="keys"),
+            Panel(
+                "Tokens by key",
+                "Tokens per second of each API key: of prompts, of these from the prefix cache, and generated.",
+                {
+                    f"{{{{key}}}} {what}": f"sum by (key) (rate({counter._name}_total{RATE}))"
+                    for what, counter in TOKENS_OF_KEYS.items()
+                },
+                needs="keys",
+            ),
+            _gateway("Refused by limits", GATEWAY.key_refused, "key", "limit", unit="reqps", needs="keys"),
             _gateway("Loads on demand", GATEWAY.loads, "model", "outcome", needs="on demand"),
             _gateway("Waiting for a load", GATEWAY.waiting_for_load),
         ],

@@ -22,6 +22,7 @@ from hf_triton.openai.chat import ChatRequest
 from hf_triton.openai.completions import CompletionRequest
 from hf_triton.openai.config import GatewayConfig
 from hf_triton.openai.fields import IGNORED
+from hf_triton.openai.key_lines import Quota
 from hf_triton.openai.limits import MAX_BYTES_IN_FLIGHT
 from hf_triton.openai.metrics import Metrics
 from hf_triton.protocol.chat import MAX_MESSAGES, MAX_TOOLS, ChatOptions
@@ -171,10 +172,18 @@ def codes_table() -> str:
 
 
 def metrics_table() -> str:
-    """Every metric, with its own label in its name."""
-    names = (f"{metric.name}{{{metric.label}}}" if metric.label else metric.name for metric in METRICS)
-    rows = (f"| `{name}` | {metric.kind} | {metric.help} |" for name, metric in zip(names, METRICS, strict=True))
+    """Every metric, with its own labels in its name."""
+    rows = (
+        f"| `{metric.name}{_labels(metric.label, 'adapter' if metric.by_adapter else '')}` | {metric.kind} "
+        f"| {metric.help} |"
+        for metric in METRICS
+    )
     return "\n".join(["| name | kind | meaning |", "|---|---|---|", *rows])
+
+
+def _labels(*names: str) -> str:
+    listed = ",".join(filter(None, names))
+    return f"{{{listed}}}" if listed else ""
 
 
 def openai_fields_table() -> str:
@@ -261,6 +270,12 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes} bytes"
 
 
+def key_limits_table() -> str:
+    """What a line of the file of API keys may say of a key."""
+    lines = (f"| `{name}` | {_one_line(field.description)} |" for name, field in Quota.model_fields.items())
+    return "\n".join(["| name | meaning |", "|---|---|", *lines])
+
+
 def gateway_metrics_table() -> str:
     """The gateway's metrics; a counter's name ends in `_total`."""
     lines = (
@@ -306,6 +321,7 @@ def parts() -> Mapping[str, str]:
         "openai fields": openai_fields_table(),
         "openai passed over": passed_over_list(),
         "gateway options": gateway_options_table(),
+        "key limits": key_limits_table(),
         "gateway metrics": gateway_metrics_table(),
         "bounds": bounds_table(),
         "cache variables": variables(CACHE_VARIABLES),

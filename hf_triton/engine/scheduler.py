@@ -337,6 +337,8 @@ class Scheduler:
         sequence.blocks = array("q", cached)
         sequence.num_computed = len(cached) * self._memory.block_size
         sequence.group.no_room_since_s = None
+        if sequence.group.num_cached is None:
+            sequence.group.num_cached = sequence.num_computed
         self._prefixes.begin(sequence)
         self._note_running(sequence)
         self._observer.on_prefix_hit(sequence.num_computed)

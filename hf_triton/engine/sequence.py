@@ -39,6 +39,8 @@ class Completion:
     """One for each of `token_ids`, if `logprobs` was asked for."""
     prompt_logprobs: list[TokenLogprobs] | None = None
     """One for each prompt token but the first, if `prompt_logprobs` was asked for."""
+    num_cached: int = 0
+    """Tokens of its prompt that the prefix cache had."""
 
 
 Outcome = list[Completion] | HfTritonError
@@ -140,6 +142,8 @@ class SequenceGroup(Group[list[Completion]]):
     """Of admission; the higher, the younger."""
     prompt_logprobs: list[TokenLogprobs] | None = field(default=None, init=False)
     """Known once the prompt has been prefilled."""
+    num_cached: int | None = field(default=None, init=False)
+    """Tokens of the prompt that the prefix cache had when its first sequence was admitted; None before."""
     no_room_since_s: float | None = field(default=None, init=False)
     """Since when it has waited for memory while nothing else runs; None: it does not."""
 
@@ -347,7 +351,6 @@ class Sequence:
     def completion(self) -> Completion:
         """The sequence as its listener gets it; it must have finished."""
         assert self.finish_reason is not None
-        wants_logprobs = self.group.params.logprobs is not None
-        return Completion(
-            self.token_ids, self.finish_reason, self.logprobs if wants_logprobs else None, self.group.prompt_logprobs
-        )
+        group = self.group
+        logprobs = None if group.params.logprobs is None else self.logprobs
+        return Completion(self.token_ids, self.finish_reason, logprobs, group.prompt_logprobs, group.num_cached or 0)

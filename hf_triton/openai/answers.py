@@ -11,6 +11,8 @@ from typing import Any, Final
 from hf_triton.openai.triton_messages import Outputs
 
 FINISH_REASONS: Final[Mapping[str, str]] = {"stop": "stop", "length": "length", "deadline": "length"}
+COUNTS: Final = ("num_input_tokens", "num_cached_tokens", "num_output_tokens")
+"""Outputs that `usage_of` reads."""
 NO_DELTAS: Final = ("", "{}")
 
 
@@ -51,22 +53,27 @@ def chat_finish_reason(reason: str, has_tool_calls: bool) -> str:
     return "tool_calls" if has_tool_calls and reason == "stop" else reason
 
 
-def usage_of(outputs: Outputs, num_choices: int = 1) -> dict[str, int]:
+def usage_of(outputs: Outputs, num_choices: int = 1) -> dict[str, Any]:
     """Counts of tokens.
 
     Args:
         outputs: Of a whole response.
         num_choices: Completions per prompt, which share its tokens.
     """
-    return usage(sum(outputs["num_input_tokens"][::num_choices]), sum(outputs["num_output_tokens"]))
+    return usage(
+        sum(outputs["num_input_tokens"][::num_choices]),
+        sum(outputs.get("num_output_tokens", ())),
+        sum(outputs.get("num_cached_tokens", ())[::num_choices]),
+    )
 
 
-def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
-    """OpenAI's `usage`."""
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> dict[str, Any]:
+    """OpenAI's `usage`; as vLLM's it has `cached_tokens` if there are any."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
+        **({"prompt_tokens_details": {"cached_tokens": cached_tokens}} if cached_tokens else {}),
     }
 
 

@@ -29,6 +29,7 @@ from hf_triton.openai import (
     token_tasks,
     tokenize,
 )
+from hf_triton.openai.accounts import HEADERS, QuotaCheck
 from hf_triton.openai.api_page import mount_api_page
 from hf_triton.openai.config import GatewayConfig
 from hf_triton.openai.endpoint import Endpoint
@@ -73,8 +74,8 @@ def build_app(config: GatewayConfig) -> FastAPI:
         SettingsError: The file of API keys, or one for Triton, cannot be read.
     """
     endpoint = Endpoint.read(config)
-    keys = None if config.api_key_file is None else ApiKeys(config.api_key_file)
     metrics, tracer = Metrics(), GatewayTracer()
+    keys = None if config.api_key_file is None else ApiKeys(config.api_key_file, metrics)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, GatewayConfig]]:
@@ -98,6 +99,7 @@ def build_app(config: GatewayConfig) -> FastAPI:
     mount_page(app)
     mount_api_page(app)
     install_handlers(app)
+    app.add_middleware(QuotaCheck)  # the innermost: what others refuse uses nothing
     app.add_middleware(Limits, config=config)
     if keys is not None:
         app.add_middleware(KeyCheck, keys=keys)
@@ -107,7 +109,7 @@ def build_app(config: GatewayConfig) -> FastAPI:
             allow_origins=config.allowed_origins,
             allow_methods=["DELETE", "GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", hints.HEADER],
+            expose_headers=["x-request-id", hints.HEADER, "retry-after", *HEADERS],
         )
     app.add_middleware(HttpRules)
     app.add_middleware(Observe, metrics=metrics, tracer=tracer)  # the outermost

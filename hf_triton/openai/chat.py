@@ -13,6 +13,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from hf_triton.openai.answers import (
+    COUNTS,
     StreamedTokens,
     chat_finish_reason,
     delta_of,
@@ -40,7 +41,7 @@ from hf_triton.protocol.thinking import SWITCHES
 router = APIRouter(route_class=JsonRoute)
 TEXT_OPTIONS: Final = ("tools", "tool_choice", "chat_template_kwargs", "reasoning_effort")
 BOOLEAN_OPTIONS: Final = ("parallel_tool_calls", "add_generation_prompt", "continue_final_message")
-RETURNS: Final = ("message", "finish_reason", "stop_string", "num_input_tokens", "num_output_tokens")
+RETURNS: Final = (*("message", "finish_reason", "stop_string"), *COUNTS)
 
 
 class ChatRequest(GenerationFields):

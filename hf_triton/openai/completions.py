@@ -14,12 +14,14 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from hf_triton.openai.answers import (
+    COUNTS,
     StreamedTokens,
     finish_reason_of,
     json_output,
     now_s,
     stop_reason_of,
     text_of,
+    usage,
     usage_of,
 )
 from hf_triton.openai.bodies import JsonRoute
@@ -80,7 +82,8 @@ class CompletionRequest(GenerationFields):
             options["return_logprobs"] = True
             if self.echo:
                 sampling["prompt_logprobs"] = self.logprobs
-        returns: tuple[str, ...] = ("finish_reason", "stop_string", "num_input_tokens", "num_output_tokens")
+        counts = COUNTS[:-1] if self.only_scores else COUNTS  # of the prompt alone
+        returns: tuple[str, ...] = ("finish_reason", "stop_string", *counts)
         if self.return_token_ids:
             returns = (*returns, "token_ids", "prompt_token_ids")
         elif self.counts_continuously:
@@ -143,11 +146,8 @@ class _Answer:
             choice["token_ids"] = [] if self.body.only_scores else json_output(outputs, "token_ids", index)
         return choice
 
-    def usage(self, outputs: Outputs) -> dict[str, int]:
-        usage = usage_of(outputs, self.body.num_choices)
-        if self.body.only_scores:
-            return usage | {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
-        return usage
+    def usage(self, outputs: Outputs) -> dict[str, Any]:
+        return usage_of(outputs, self.body.num_choices)
 
 
 def _answers(body: CompletionRequest, generations: Sequence[Generation]) -> list[_Answer]:
@@ -186,8 +186,10 @@ def _head(generation: Generation) -> dict[str, Any]:
     }
 
 
-def _sum(usages: Sequence[dict[str, int]]) -> dict[str, int]:
-    return {name: sum(usage[name] for usage in usages) for name in usages[0]}
+def _sum(usages: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    prompts, completions = (sum(each[name] for each in usages) for name in ("prompt_tokens", "completion_tokens"))
+    cached = sum(each.get("prompt_tokens_details", {}).get("cached_tokens", 0) for each in usages)
+    return usage(prompts, completions, cached)
 
 
 async def _stream(gateway: Gateway, body: CompletionRequest, answers: Sequence[_Answer]) -> AsyncGenerator[bytes]:

@@ -105,9 +105,9 @@ class GatewayConfig(TritonAddress):
     """Port to listen on; 0 for a free one."""
 
     api_key_file: Path | None = None
-    """File of API keys, one a line; # begins a comment, on a line of its own or after a key. It is read again when it
-    changes, and a key that is not in it any more is refused; without a key in it, all are. Without a file, every
-    client is served. Triton's own ports ask for no key."""
+    """File of API keys, one a line, with its limits behind it; # begins a comment, on a line of its own or after a key.
+    It is read again when it changes, and a key that is not in it any more is refused; without a key in it, all are.
+    Without a file, every client is served. Triton's own ports ask for no key."""
 
     ssl_certfile: Path | None = None
     """Certificate of the gateway, in PEM, with those between it and its authority behind it: it serves HTTPS then, TLS

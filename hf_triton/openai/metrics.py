@@ -3,12 +3,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 BUCKETS_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 PREFIX: Final = "hf_triton_openai"
+PERIODS_S: Final[Mapping[str, float]] = {
+    "requests_per_minute": 60.0,
+    "tokens_per_minute": 60.0,
+    "tokens_per_day": 24 * 3600.0,
+}
+"""Limits of an API key over a time, and the time in seconds."""
+CONCURRENT_REQUESTS: Final = "concurrent_requests"
+LIMITS: Final = (*PERIODS_S, CONCURRENT_REQUESTS)
+"""All limits of an API key."""
+
+
+@dataclass(frozen=True)
+class KeyCounts:
+    """The counters of one API key."""
+
+    requests: Counter
+    prompt_tokens: Counter
+    cached_tokens: Counter
+    completion_tokens: Counter
+    refused: Mapping[str, Counter]
+    """By limit."""
 
 
 class Metrics:
@@ -55,3 +78,48 @@ class Metrics:
             "Requests that wait for a model to be loaded.",
             registry=self.registry,
         )
+        self.key_requests = Counter(
+            f"{PREFIX}_key_requests",
+            "Requests by the API key's name, without refused ones.",
+            ("key",),
+            registry=self.registry,
+        )
+        self.key_prompt_tokens = Counter(
+            f"{PREFIX}_key_prompt_tokens", "Tokens of prompts by the API key's name.", ("key",), registry=self.registry
+        )
+        self.key_cached_tokens = Counter(
+            f"{PREFIX}_key_cached_tokens",
+            "Of these, tokens that the prefix cache had, by the API key's name.",
+            ("key",),
+            registry=self.registry,
+        )
+        self.key_completion_tokens = Counter(
+            f"{PREFIX}_key_completion_tokens",
+            "Tokens of completions by the API key's name.",
+            ("key",),
+            registry=self.registry,
+        )
+        self.key_refused = Counter(
+            f"{PREFIX}_key_refused",
+            "Requests that a limit refused, by the API key's name and the limit.",
+            ("key", "limit"),
+            registry=self.registry,
+        )
+
+    def of_key(self, name: str) -> KeyCounts:
+        """The counters of an API key, which are exported from now on."""
+        return KeyCounts(
+            self.key_requests.labels(name),
+            self.key_prompt_tokens.labels(name),
+            self.key_cached_tokens.labels(name),
+            self.key_completion_tokens.labels(name),
+            {limit: self.key_refused.labels(name, limit) for limit in LIMITS},
+        )
+
+    def forget_key(self, name: str) -> None:
+        """Export nothing of an API key any more; it was given to `of_key`."""
+        tokens = (self.key_prompt_tokens, self.key_cached_tokens, self.key_completion_tokens)
+        for counter in (self.key_requests, *tokens):
+            counter.remove(name)
+        for limit in LIMITS:
+            self.key_refused.remove(name, limit)

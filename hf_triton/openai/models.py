@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
+from hf_triton.openai.accounts import check_model
 from hf_triton.openai.gateway import gateway_of
 from hf_triton.openai.triton import Model
 from hf_triton.openai.triton_messages import ADAPTER_MARK
@@ -24,6 +25,7 @@ async def list_models(request: Request) -> dict[str, Any]:
 @router.get("/v1/models/{model}")
 async def retrieve_model(model: str, request: Request) -> dict[str, Any]:
     """One of the models that are served."""
+    check_model(model)
     models = gateway_of(request).models
     for served in await models.models():
         for described in _describe(served):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""API keys: who is served. Keys are compared in constant time, and never logged."""
+"""API keys: who is served, on whose account. Keys are compared in constant time, and never logged."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import codecs
 import contextlib
 import hmac
 import logging
-import re
 import stat
 import threading
 from collections.abc import Iterator
@@ -17,13 +16,15 @@ from typing import Final
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hf_triton.errors import SettingsError
+from hf_triton.openai.accounts import CURRENT, Account
 from hf_triton.openai.errors import ApiError
 from hf_triton.openai.health import CHECK_PATHS
+from hf_triton.openai.key_lines import KeyLineError, Quota, read_lines
+from hf_triton.openai.metrics import Metrics
 
 LOG: Final = logging.getLogger("hf_triton.openai")
 CHECK_EVERY_S: Final = 1.0
 """How often the file is looked at."""
-COMMENT: Final = re.compile(rb"(^|\s)#.*", re.DOTALL)
 PAGE: Final = "/"
 """The chat page, which asks for a key; POST to its path is TEI's `/embed`, and needs one."""
 KEY_HEADERS: Final = (b"authorization", b"x-api-key")
@@ -32,25 +33,43 @@ OPEN_PREFIX: Final = "/page/"
 
 
 class ApiKeys:
-    """The keys of a file. A file that is removed, emptied or unreadable has none: no client is served then.
+    """The keys of a file. If a line is wrong, they stay as they were.
+
+    A file that is removed, emptied or unreadable has none: no client is served then.
 
     Args:
-        path: One key a line; what follows a # at its beginning or after a space is a comment.
+        path: One key a line, with its limits behind it; what follows a # at its beginning or after a space is a
+            comment.
+        metrics: Count what keys use.
 
     Raises:
-        SettingsError: The file cannot be read, or has no key.
+        SettingsError: The file cannot be read, has no key, or a line is wrong.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, metrics: Metrics) -> None:
         self._path = path
+        self._metrics = metrics
         self._stamp = self._read_stamp()
-        self._keys = self._read()
+        self._accounts: dict[bytes, Account] = {}
+        self._take(self._read())
         self._problem = ""
+        """Why no key is valid."""
 
-    def allow(self, key: bytes) -> bool:
-        """Whether a key is in the file. It takes the same time for any key of its length."""
-        matches = [hmac.compare_digest(key, known) for known in self._keys]
-        return any(matches)
+    def find(self, key: bytes) -> Account | None:
+        """The account of a key; None: it is not in the file. It takes the same time for any key of its length."""
+        known_accounts = {} if self._problem else self._accounts
+        matches = [account for known, account in known_accounts.items() if hmac.compare_digest(key, known)]
+        return matches[0] if matches else None
+
+    def _take(self, quotas: dict[bytes, Quota]) -> None:
+        """Serve these keys; those that stay keep their use."""
+        old = self._accounts
+        names = {account.quota.name for account in old.values()} - {quota.name for quota in quotas.values()}
+        for key in old.keys() & quotas.keys():
+            old[key].change(quotas[key])
+        self._accounts = {key: old.get(key) or Account(quota, self._metrics) for key, quota in quotas.items()}
+        for name in names:
+            self._metrics.forget_key(name)
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -73,10 +92,14 @@ class ApiKeys:
             stamp = self._read_stamp()
             if stamp == self._stamp:
                 return
-            self._keys, self._stamp, self._problem = self._read(), stamp, ""
-            LOG.info("API keys read again from %s: %d keys", self._path, len(self._keys))
+            self._stamp = stamp
+            self._take(self._read())
+            self._problem = ""
+            LOG.info("API keys read again from %s: %d keys", self._path, len(self._accounts))
+        except KeyLineError as error:
+            LOG.error("the API keys and limits stay as they were: %s", error.sentence)
         except SettingsError as error:
-            self._keys, self._stamp = (), None
+            self._stamp = None
             if error.sentence != self._problem:
                 self._problem = error.sentence
                 LOG.error("no API key is valid any more, and every request is refused: %s", error.sentence)
@@ -90,22 +113,22 @@ class ApiKeys:
             raise self._unreadable("it is no regular file")
         return status.st_mtime_ns, status.st_size, status.st_ino
 
-    def _read(self) -> tuple[bytes, ...]:
+    def _read(self) -> dict[bytes, Quota]:
         try:
             lines = self._path.read_bytes().removeprefix(codecs.BOM_UTF8).splitlines()
         except OSError as error:
             raise self._unreadable(error.strerror) from None
-        keys = tuple(key for line in lines if (key := COMMENT.sub(b"", line).strip()))
-        if not keys:
+        quotas = read_lines(lines, f"api_key_file {self._path}")
+        if not quotas:
             raise SettingsError(f"api_key_file {self._path} has no key: write one a line")
-        return keys
+        return quotas
 
     def _unreadable(self, reason: str | None) -> SettingsError:
         return SettingsError(f"api_key_file {self._path} cannot be read: {reason}")
 
 
 class KeyCheck:
-    """ASGI middleware that refuses requests without a key of the file."""
+    """ASGI middleware that refuses requests without a key of the file; the key's account is the current one."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
         self._app = app
@@ -113,35 +136,31 @@ class KeyCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer 401."""
-        if scope["type"] == "http" and not self._is_allowed(scope):
-            error = ApiError(
-                401,
-                "a valid API key is required: send `Authorization: Bearer KEY` or `x-api-key: KEY`",
-                code="invalid_api_key",
-            )
-            await error.response(scope["path"])(scope, receive, send)
-            return
+        if scope["type"] == "http" and not _is_open(scope):
+            account = self._keys.find(key_of(scope))
+            CURRENT.set(account)
+            if account is None:
+                error = ApiError(
+                    401,
+                    "a valid API key is required: send `Authorization: Bearer KEY` or `x-api-key: KEY`",
+                    code="invalid_api_key",
+                )
+                await error.response(scope["path"])(scope, receive, send)
+                return
         await self._app(scope, receive, send)
 
-    def _is_allowed(self, scope: Scope) -> bool:
-        is_page = scope["path"] == PAGE and scope["method"] in ("GET", "HEAD")
-        if is_page or scope["path"] in CHECK_PATHS or scope["path"].startswith(OPEN_PREFIX):
-            return True
-        given = _given_key(scope)
-        return given is not None and self._keys.allow(given)
+
+def _is_open(scope: Scope) -> bool:
+    """Whether a request needs no key."""
+    is_page = scope["path"] == PAGE and scope["method"] in ("GET", "HEAD")
+    return is_page or scope["path"] in CHECK_PATHS or scope["path"].startswith(OPEN_PREFIX)
 
 
 def key_of(scope: Scope) -> bytes:
     """The key that a request has; empty for none."""
-    return _given_key(scope) or b""
-
-
-def _given_key(scope: Scope) -> bytes | None:
-    """The key; None for none, and for two, of which a proxy in front may have checked the other."""
     sent = [header for header in scope["headers"] if header[0] in KEY_HEADERS]
-    headers = dict(sent)
-    if len(headers) < len(sent):
-        return None
+    headers: dict[bytes, bytes] = dict(sent)
+    if len(headers) < len(sent):  # of two, a proxy in front may have checked the other
+        return b""
     kind, _, key = headers.get(b"authorization", b"").partition(b" ")
-    given: bytes | None = key.strip() if kind.lower() == b"bearer" else headers.get(b"x-api-key")
-    return given
+    return key.strip() if kind.lower() == b"bearer" else headers.get(b"x-api-key", b"")

@@ -17,6 +17,7 @@ import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from hf_triton.errors import clip
+from hf_triton.openai.accounts import Tally, allows_model, check_model
 from hf_triton.openai.endpoint import Endpoint
 from hf_triton.openai.errors import ApiError, load_reason, model_not_found, triton_error
 from hf_triton.openai.hints import pass_over
@@ -118,7 +119,7 @@ class TritonModels:
         return bool(answer.ready)
 
     async def models(self) -> list[Model]:
-        """The models that are ready, by name; with loading on demand, all in the repository.
+        """The models that are ready and the client may use, by name; with loading on demand, all in the repository.
 
         Raises:
             ApiError: Triton cannot be reached.
@@ -130,7 +131,7 @@ class TritonModels:
             for name, is_loaded in (await self._on_demand.names()).items():
                 model = models.get(name) or self._seen.get(name) or _unknown_model(name)
                 self._seen[name] = models[name] = dataclasses.replace(model, is_loaded=is_loaded)
-        return sorted(models.values(), key=lambda model: model.name)
+        return sorted((model for model in models.values() if allows_model(model.name)), key=lambda model: model.name)
 
     async def folders(self) -> Mapping[str, Folder]:
         """All folders that are ready, stream doors and those without an endpoint here among them, by name.
@@ -209,6 +210,7 @@ class TritonModels:
         Raises:
             ApiError: The model does not exist, has another task or does not stream, or Triton cannot be reached.
         """
+        check_model(name)
         name = base_name(name)
         seen = self._seen.get(name) if self._on_demand is not None else None
         if seen is not None and (folder := seen.door if is_stream else seen.folder) is not None and folder.inputs:
@@ -289,7 +291,10 @@ class TritonModels:
         Raises:
             ApiError: The request is refused, or failed.
         """
-        return await self._loaded(generation.model_name, partial(self._generate, generation))
+        check_model(generation.model_name)
+        outputs = await self._loaded(generation.model_name, partial(self._generate, generation))
+        Tally(generation).read(outputs)
+        return outputs
 
     async def _loaded(self, name: str, call: Callable[[float], Awaitable[T]]) -> T:
         """Make a call with its time in seconds, and again with the model loaded again if others unload it meanwhile."""
@@ -325,7 +330,10 @@ class TritonModels:
             ApiError: The model does not exist or does not stream, the request is refused or fails, or Triton cannot be
                 reached; by the iterator.
         """
-        deadline_s = time.monotonic() + self._timeout_s
+        check_model(generation.model_name)
+        tally, deadline_s = Tally(generation), time.monotonic() + self._timeout_s
+        if tally.counts:  # the tokens of a stream that is cancelled are known from its responses
+            generation = dataclasses.replace(generation, returns={*generation.returns, "token_ids"})
         for num_loads in range(1, MAX_LOADS + 1):
             has_started = False
             async with self._in_use(generation.model_name, deadline_s) as use:
@@ -337,6 +345,7 @@ class TritonModels:
                     ) as responses:
                         async for outputs in responses:
                             has_started = True
+                            tally.read(outputs)
                             yield outputs
                     return
                 except ApiError as error:

@@ -68,6 +68,9 @@ class RequestOptions(BaseModel):
     return_num_output_tokens: bool | None = None
     """Whether to fill the output `num_output_tokens`, the length of the completion."""
 
+    return_num_cached_tokens: bool | None = None
+    """Whether to fill the output `num_cached_tokens`: how many tokens of the prompt came from the prefix cache."""
+
     return_cumulative_logprob: bool | None = None
     """Whether to fill the output `cumulative_logprob`, the sum of the log probabilities of the completion's tokens."""
 

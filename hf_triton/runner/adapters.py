@@ -40,6 +40,8 @@ class Adapter:
 
     number: int
     """From 1, never used again: KV that was computed with one adapter is not another's."""
+    name: str = ""
+    """What requests call it."""
 
     @property
     def key(self) -> str:
@@ -74,11 +76,12 @@ class Adapters:
         if self._plain != NO_ADAPTER:
             self._hook_layers()
 
-    def load(self, folder: Path) -> Adapter:
+    def load(self, folder: Path, name: str = "") -> Adapter:
         """Load an adapter beside the others, and try it.
 
         Args:
             folder: With adapter_config.json and adapter_model.safetensors.
+            name: What requests call it.
 
         Raises:
             CheckpointError: It is not for this model, or rows cannot choose it; the message is the end of a sentence.
@@ -87,7 +90,7 @@ class Adapters:
         config = read_adapter_config(folder)
         tensors = read_tensors(folder, 2 * self._num_bytes + SPARE_BYTES)
         plan = self._plan(config, tensors)
-        adapter = Adapter(next(self._numbers))
+        adapter = Adapter(next(self._numbers), name)
         fault = None
         with self._changing():
             self._sweep()

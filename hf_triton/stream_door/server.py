@@ -50,10 +50,10 @@ class RemoteRequest(InferenceRequest):
         number: The door's number for it.
         request: The request.
         peer: The door.
-        on_answer: Called once, with `ok` or the error's code.
+        on_answer: Called once, with `ok` or the error's code, and the adapter.
     """
 
-    def __init__(self, number: int, request: DoorRequest, peer: _Peer, on_answer: Callable[[str], None]) -> None:
+    def __init__(self, number: int, request: DoorRequest, peer: _Peer, on_answer: Callable[[str, str], None]) -> None:
         super().__init__(request.request_id, request.timeout_s)
         self._number = number
         self._request = request
@@ -192,7 +192,7 @@ class DoorServer:
         model_name: The model's name, which doors look for.
         version: Its version.
         take: Starts a request; must see that it is answered, and raise nothing.
-        begin_request: Counts a request; the function that it returns is called with the outcome.
+        begin_request: Counts a request; the function that it returns is called with the outcome and the adapter.
         poller: Polls this process's requests.
     """
 
@@ -202,7 +202,7 @@ class DoorServer:
         version: int,
         *,
         take: Callable[[InferenceRequest, ResponseConfig], None],
-        begin_request: Callable[[], Callable[[str], None]],
+        begin_request: Callable[[], Callable[[str, str], None]],
         poller: RequestPoller,
     ) -> None:
         self.take = take

@@ -122,7 +122,7 @@ class AdapterStore:
 
     def _load(self, name: str, find: Callable[[], Path], version: object = None) -> _Found:
         try:
-            adapter = self._adapters.load(find())
+            adapter = self._adapters.load(find(), name)
         except Exception as error:
             own = as_own_error(f"loading the adapter {name}", error)
             fault = own.sentence if own.code == ENDS_A_SENTENCE else f"cannot be loaded: {own.sentence}"

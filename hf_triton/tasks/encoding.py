@@ -95,6 +95,7 @@ class EncoderService(EngineTask["_Response"]):
         """Make token sequences of a request's rows and queue them."""
         try:
             adapter = self._find_adapter(response.lora_name)
+            response.request.adapter = "" if adapter is None else adapter.name
             with panics_as_errors():
                 inputs = response.encode(adapter)
             if inputs is not None:
@@ -207,7 +208,7 @@ class _Response(EncoderListener):
                 if len(self._checked.rows) == 1:
                     raise
                 raise in_row(error, number) from None
-        self._meter.on_encoded(sum(self.nums_tokens))
+        self._meter.on_encoded(sum(self.nums_tokens), self.request.adapter)
         inputs = [item for row in self._rows for item in row.inputs]
         return inputs if adapter is None else [dataclasses.replace(item, adapter=adapter) for item in inputs]
 

@@ -36,8 +36,8 @@ class Sink(Protocol):
     def declare(self, metric: Metric, value: str) -> None:
         """Export a metric from now on, even if it is still 0. Its own label, if it has one, is `value`."""
 
-    def add(self, metric: Metric, value: str, amount: float) -> None:
-        """Add to a counter or a gauge."""
+    def add(self, metric: Metric, value: str, amount: float, adapter: str = "") -> None:
+        """Add to a counter or a gauge; `adapter` is the LoRA adapter that it is of."""
 
     def observe(self, metric: Metric, amount: float) -> None:
         """Add a value to a histogram."""
@@ -46,17 +46,20 @@ class Sink(Protocol):
 class Meter(Observer):
     """Notes the times of requests. This one counts nothing."""
 
-    def begin_request(self) -> Callable[[str], None]:
-        """Count a request. Returns a function to call once with its outcome: `ok`, the error's code, or `UNCOUNTED`."""
-        return lambda outcome: None
+    def begin_request(self) -> Callable[[str, str], None]:
+        """Count a request. Returns a function to call once with its outcome and the name of its adapter.
+
+        The outcome is `ok`, the error's code, or `UNCOUNTED`.
+        """
+        return lambda outcome, adapter: None
 
     def on_admit(self, group: SequenceGroup) -> SequenceObserver:
         """See `Observer`."""
         group.times.note_admitted(time.monotonic())
         return _SequenceTimer(group)
 
-    def on_encoded(self, num_tokens: int) -> None:
-        """An encoder reads `num_tokens` tokens for a request."""
+    def on_encoded(self, num_tokens: int, adapter: str = "") -> None:
+        """An encoder reads `num_tokens` tokens for a request, with an adapter."""
 
     def on_begin(self, times: RequestTimes) -> None:
         """An encoder begins with a request."""
@@ -86,11 +89,11 @@ class MetricsMeter(Meter):
         self._load: Callable[[], EngineLoad] = lambda: EngineLoad()
         # Appending is safe from any thread and takes no lock: the destructor of a dropped request counts it, wherever
         # the garbage collector runs.
-        self._notes: deque[tuple[Metric, str, float]] = deque()
-        self.num_generated = 0
-        """Generated tokens. Too many to be noted one by one; only the engine's thread adds to it."""
-        self._totals: dict[tuple[Metric, str], float] = {}
-        self._sent: dict[tuple[Metric, str], float] = {}
+        self._notes: deque[tuple[Metric, str, str, float]] = deque()
+        self.nums_generated: dict[str, int] = {"": 0}
+        """Generated tokens by adapter. Too many to be noted one by one; only the engine's thread adds to it."""
+        self._totals: dict[tuple[Metric, str, str], float] = {}
+        self._sent: dict[tuple[Metric, str, str], float] = {}
         self._has_failed = False
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="hf_triton-metrics", daemon=True)
@@ -108,20 +111,20 @@ class MetricsMeter(Meter):
 
     # --- noting counts ------------------------------------------------------------------------------------------------
 
-    def note(self, metric: Metric, amount: float, value: str = "") -> None:
+    def note(self, metric: Metric, amount: float, value: str = "", adapter: str = "") -> None:
         """Add to a counter, a gauge or a histogram with the next flush."""
-        self._notes.append((metric, value, amount))
+        self._notes.append((metric, value, adapter, amount))
 
-    def begin_request(self) -> Callable[[str], None]:
+    def begin_request(self) -> Callable[[str, str], None]:
         """Count a request."""
         self.note(metrics.IN_FLIGHT, 1)
         return partial(self._end_request, time.monotonic())
 
-    def _end_request(self, arrival_s: float, outcome: str) -> None:
+    def _end_request(self, arrival_s: float, outcome: str, adapter: str) -> None:
         self.note(metrics.IN_FLIGHT, -1)
         if outcome == UNCOUNTED:
             return
-        self.note(metrics.REQUESTS, 1, outcome if outcome == OK or outcome in CODES else "hook_failed")
+        self.note(metrics.REQUESTS, 1, outcome if outcome == OK or outcome in CODES else "hook_failed", adapter)
         if outcome == OK:
             self.note(metrics.LATENCY, time.monotonic() - arrival_s)
 
@@ -132,9 +135,9 @@ class MetricsMeter(Meter):
         self.note(metrics.QUEUE_TIME, now_s - group.times.arrival_s)
         return _SequenceMeter(self, group)
 
-    def on_encoded(self, num_tokens: int) -> None:
+    def on_encoded(self, num_tokens: int, adapter: str = "") -> None:
         """Count a request's tokens as prompt tokens."""
-        self.note(metrics.PROMPT_TOKENS, num_tokens)
+        self.note(metrics.PROMPT_TOKENS, num_tokens, adapter=adapter)
 
     def on_begin(self, times: RequestTimes) -> None:
         """Note how long a request has waited."""
@@ -167,26 +170,30 @@ class MetricsMeter(Meter):
     def _flush(self) -> None:
         with self._failures_logged():
             load = self._load()
-            self._totals[metrics.WAITING, ""] = load.num_waiting
-            self._totals[metrics.RUNNING, ""] = load.num_running
-            self._totals[metrics.USED_TOKENS, ""] = load.num_used_tokens
-            self._totals[metrics.MAX_TOKENS, ""] = load.max_used_tokens
+            self._totals[metrics.WAITING, "", ""] = load.num_waiting
+            self._totals[metrics.RUNNING, "", ""] = load.num_running
+            self._totals[metrics.USED_TOKENS, "", ""] = load.num_used_tokens
+            self._totals[metrics.MAX_TOKENS, "", ""] = load.max_used_tokens
             usage = min(load.num_used_tokens / load.max_used_tokens, 1.0) if load.max_used_tokens else 0.0
-            self._totals[metrics.KV_CACHE_USAGE, ""] = round(usage / self._num_instances * RATIO_UNITS) / RATIO_UNITS
-        self._totals[metrics.GENERATED_TOKENS, ""] = self.num_generated
+            self._totals[metrics.KV_CACHE_USAGE, "", ""] = (
+                round(usage / self._num_instances * RATIO_UNITS) / RATIO_UNITS
+            )
+        for adapter, num_tokens in list(self.nums_generated.items()):
+            self._totals[metrics.GENERATED_TOKENS, "", adapter] = num_tokens
         for _ in range(len(self._notes)):  # without later ones
-            metric, value, amount = self._notes.popleft()
+            metric, value, adapter, amount = self._notes.popleft()
             if metric.kind == "histogram":
                 with self._failures_logged():
                     self._sink.observe(metric, amount)
             else:
-                self._totals[metric, value] = self._totals.get((metric, value), 0) + amount
-        for (metric, value), total in self._totals.items():
-            difference = total - self._sent.get((metric, value), 0)
+                self._totals[metric, value, adapter] = self._totals.get((metric, value, adapter), 0) + amount
+        for labelled, total in self._totals.items():
+            difference = total - self._sent.get(labelled, 0)
             if difference:
                 with self._failures_logged():
-                    self._sink.add(metric, value, difference)
-                    self._sent[metric, value] = total
+                    metric, value, adapter = labelled
+                    self._sink.add(metric, value, difference, adapter)
+                    self._sent[labelled] = total
 
     @contextlib.contextmanager
     def _failures_logged(self) -> Iterator[None]:
@@ -225,6 +232,7 @@ class _SequenceMeter(_SequenceTimer):
     def __init__(self, meter: MetricsMeter, group: SequenceGroup) -> None:
         super().__init__(group)
         self._meter = meter
+        self._adapter = "" if group.adapter is None else group.adapter.name
         self._has_begun = False
         self._spans_s: dict[int, tuple[float, float, int]] = {}  # first and last token, and the number of tokens
 
@@ -235,10 +243,11 @@ class _SequenceMeter(_SequenceTimer):
         if not self._has_begun:
             self._has_begun = True
             self._meter.note(metrics.TIME_TO_FIRST_TOKEN, now_s - self._times.arrival_s)
-            self._meter.note(metrics.PROMPT_TOKENS, self._num_prompt_tokens)
+            self._meter.note(metrics.PROMPT_TOKENS, self._num_prompt_tokens, adapter=self._adapter)
         first_s, _, num_tokens = self._spans_s.get(index, (now_s, now_s, 0))
         self._spans_s[index] = first_s, now_s, num_tokens + 1
-        self._meter.num_generated += is_text
+        nums = self._meter.nums_generated
+        nums[self._adapter] = nums.get(self._adapter, 0) + is_text
 
     def on_complete(self, completions: list[Completion]) -> None:
         """See `SequenceObserver`."""

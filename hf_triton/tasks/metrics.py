@@ -32,6 +32,8 @@ class Metric:
     """A label of its own, beside `model` and `version`."""
     values: tuple[str, ...] = ("",)
     """The label's values at the start; each is exported with 0, so that a rate has a start."""
+    by_adapter: bool = False
+    """Whether what comes of a LoRA adapter has the label `adapter`; the model's own has none."""
     buckets: tuple[float, ...] = ()
     """Upper bounds of a histogram's buckets."""
 
@@ -44,6 +46,7 @@ REQUESTS: Final = Metric(
     "Answered requests by outcome: `ok`, or the error's code (`hook_failed` for the codes of a folder's own hooks).",
     label="outcome",
     values=(OK,),
+    by_adapter=True,
 )
 IN_FLIGHT: Final = Metric("hf_triton_requests_in_flight", "gauge", "Requests without a final response.")
 WAITING: Final = Metric(
@@ -74,9 +77,14 @@ LATENCY: Final = Metric(
     "From a request's arrival to its final response, for requests that end `ok`.",
     buckets=WAIT_BUCKETS_S,
 )
-PROMPT_TOKENS: Final = Metric("hf_triton_prompt_tokens_total", "counter", "Tokens of prompts that were prefilled.")
+PROMPT_TOKENS: Final = Metric(
+    "hf_triton_prompt_tokens_total", "counter", "Tokens of prompts that were prefilled.", by_adapter=True
+)
 GENERATED_TOKENS: Final = Metric(
-    "hf_triton_generation_tokens_total", "counter", "Generated tokens, without end-of-sequence tokens."
+    "hf_triton_generation_tokens_total",
+    "counter",
+    "Generated tokens, without end-of-sequence tokens.",
+    by_adapter=True,
 )
 SHARED_TOKENS: Final = Metric(
     "hf_triton_prefix_cache_hits_total", "counter", "Prompt tokens served from the prefix cache."

@@ -36,7 +36,9 @@ class InferenceRequest(ABC):
         """Called once, with the outcome, if the request is traced."""
         self.is_counted = True
         """Whether it is a request in the metrics."""
-        self._on_answer: Callable[[str], None] = lambda outcome: None
+        self.adapter = ""
+        """Name of its LoRA adapter, once that is known to exist."""
+        self._on_answer: Callable[[str, str], None] = lambda outcome, adapter: None
         self._lock = threading.Lock()
         self._is_answered = False
         self._is_cancelled = False
@@ -76,7 +78,7 @@ class InferenceRequest(ABC):
 
     def _note_answer(self, outcome: str) -> None:
         """Count the final response: `ok`, or the error's code."""
-        self._on_answer(outcome if self.is_counted else UNCOUNTED)
+        self._on_answer(outcome if self.is_counted else UNCOUNTED, self.adapter)
         if self.on_traced is not None:
             self.on_traced(outcome)
 

@@ -25,21 +25,22 @@ class MetricsSink:
             )
             for metric in METRICS
         }
-        self._declared: dict[tuple[Metric, str], pb_utils.Metric] = {}
+        self._declared: dict[tuple[Metric, str, str], pb_utils.Metric] = {}
 
-    def declare(self, metric: Metric, value: str) -> None:
+    def declare(self, metric: Metric, value: str, adapter: str = "") -> None:
         """Export a metric from now on, even if it is still 0. Its own label, if it has one, is `value`."""
-        if (metric, value) not in self._declared:
+        if (metric, value, adapter) not in self._declared:
             labels = self._labels | ({metric.label: value} if metric.label else {})
+            labels |= {"adapter": adapter} if adapter else {}
             buckets = {"buckets": list(metric.buckets)} if metric.buckets else {}
-            self._declared[metric, value] = self._families[metric].Metric(labels=labels, **buckets)
+            self._declared[metric, value, adapter] = self._families[metric].Metric(labels=labels, **buckets)
 
-    def add(self, metric: Metric, value: str, amount: float) -> None:
+    def add(self, metric: Metric, value: str, amount: float, adapter: str = "") -> None:
         """Add to a counter or a gauge."""
-        self.declare(metric, value)
-        self._declared[metric, value].increment(amount)
+        self.declare(metric, value, adapter)
+        self._declared[metric, value, adapter].increment(amount)
 
     def observe(self, metric: Metric, amount: float) -> None:
         """Put one value into a histogram."""
         self.declare(metric, "")
-        self._declared[metric, ""].observe(amount)
+        self._declared[metric, "", ""].observe(amount)

@@ -40,7 +40,7 @@ class TritonRequest(InferenceRequest):
     Args:
         request: Triton's.
         poller: Polls the request until it is answered.
-        on_answer: Called once, with `ok` or the error's code.
+        on_answer: Called once, with `ok` or the error's code, and the adapter.
         headers: Those that the server adds to the parameters.
     """
 
@@ -48,7 +48,7 @@ class TritonRequest(InferenceRequest):
         self,
         request: pb_utils.InferenceRequest,
         poller: RequestPoller,
-        on_answer: Callable[[str], None] = lambda outcome: None,
+        on_answer: Callable[[str, str], None] = lambda outcome, adapter: None,
         headers: ForwardedHeaders = NO_HEADERS,
     ) -> None:
         timeout_us: int = request.timeout()  # of `/infer` and of the clients

@@ -54,7 +54,9 @@ def test_the_next_turn_computes_only_what_is_in_no_full_block(model: Any, start:
     conversation, num_cached = list(range(10, 70)), 0
     for _ in range(3):
         before = counting.num_tokens
-        answer = only(client.ask(conversation, SamplingParams(10))).token_ids
+        completion = only(client.ask(conversation, SamplingParams(10)))
+        answer = completion.token_ids
+        assert completion.num_cached == num_cached
         assert answer == solo_ids(model, conversation, 10)
         assert counting.num_tokens - before == len(conversation) - num_cached + 9
         num_cached = (len(conversation) + 9) // BLOCK * BLOCK  # the last token's keys were not computed

@@ -100,7 +100,7 @@ class Board:
     def declare(self, metric: Metric, value: str) -> None:
         pass
 
-    def add(self, metric: Metric, value: str, amount: float) -> None:
+    def add(self, metric: Metric, value: str, amount: float, adapter: str = "") -> None:
         pass
 
     def observe(self, metric: Metric, amount: float) -> None:

@@ -26,6 +26,7 @@ from hf_triton.openai.config import GatewayConfig
 from hf_triton.server import free_ports
 from hf_triton.tasks.metrics import METRICS
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
+from tests.support.adapters import save_adapter
 from tests.support.client import generate, infer, post
 from tests.support.gateway import GatewayThread
 from tests.support.paths import ROOT, load_script
@@ -52,7 +53,10 @@ ALWAYS_A = f'{{"{A}": 100}}'
 AT_REST = ("requests_in_flight", "prompts_waiting", "rows_running")
 
 Figures = dict[tuple[str, str], float]
-"""Samples of one model by name without `hf_triton_`, and by the value of the label beside `model` and `version`."""
+"""Samples of one model by name without `hf_triton_`, and by the value of the label beside `model` and `version`.
+
+Behind that is `@` and the adapter, if there is one.
+"""
 
 
 def figures(text: str, model: str) -> Figures:
@@ -62,8 +66,9 @@ def figures(text: str, model: str) -> Figures:
             labels = dict(sample.labels)
             assert labels.pop("version") == "1"
             if labels.pop("model") == model:
+                adapter = labels.pop("adapter", None)
                 [value] = labels.values() or [""]
-                key = (sample.name.removeprefix("hf_triton_"), value)
+                key = (sample.name.removeprefix("hf_triton_"), value if adapter is None else f"{value}@{adapter}")
                 assert key not in found, "two samples of one name and labels"
                 found[key] = sample.value
     return found
@@ -85,6 +90,7 @@ def server(
     checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path]
 ) -> Iterator[TritonServer]:
     root = tmp_path_factory.mktemp("repository")
+    law = save_adapter(checkpoint, tmp_path_factory.mktemp("law"))
     twins = "instance_group { count: 2 kind: KIND_CPU }"
     folders = [
         make_folder(root, "continuous", huggingface_model=checkpoint, engine="continuous"),
@@ -92,6 +98,7 @@ def server(
         make_folder(root, "twins", huggingface_model=checkpoint, config=twins),
         make_folder(root, "tight", huggingface_model=checkpoint, max_cache_tokens=512, enable_prefix_caching="false"),
         make_folder(root, "uncounted", huggingface_model=checkpoint, metrics="false"),
+        make_folder(root, "tuned", huggingface_model=checkpoint, adapters=json.dumps({"law": str(law)})),
     ]
     for folder in folders[:3]:
         (folder / "1" / "model.py").write_text(SLOW_MODEL)
@@ -268,6 +275,19 @@ def test_instances_of_a_model_add_up_and_a_reload_goes_on(server: TritonServer) 
     assert found["time_to_first_token_seconds_count", ""] == 7
 
 
+def test_adapters_are_counted_by_name(server: TritonServer, num_tokens: Callable[[str], int]) -> None:
+    for adapter, text in (("", "one"), ("law", "another prompt"), ("law", "and a third one")):
+        assert generate(server, "tuned", text, max_new_tokens=4, lora_name=adapter).status == 200
+    assert generate(server, "tuned", "x", lora_name="law", max_new_tokens=10_000).status == 400
+    for number in range(20):
+        assert generate(server, "tuned", "x", lora_name=f"no-{number}").status == 400
+    found = settled(server, "tuned", 24)
+    assert outcomes(found) == {"ok": 1, "ok@law": 2, "context_exceeded": 1, "adapter_not_found": 20}
+    assert by_label(found, "generation_tokens_total") == {"": 4, "@law": 8}
+    read = num_tokens("another prompt") + num_tokens("and a third one")
+    assert by_label(found, "prompt_tokens_total") == {"": num_tokens("one"), "@law": read}
+
+
 def test_every_model_but_one_without_metrics_has_all_from_the_start(server: TritonServer) -> None:
     assert generate(server, "uncounted", "hello", max_new_tokens=3).status == 200
     assert figures(exported(server), "uncounted") == {}
@@ -275,7 +295,13 @@ def test_every_model_but_one_without_metrics_has_all_from_the_start(server: Trit
     for metric in METRICS:
         family = families[metric.name.removesuffix("_total")]
         assert (family.type, family.documentation) == (metric.kind, metric.help)
-        assert {sample.labels["model"] for sample in family.samples} == {"continuous", "batch", "twins", "tight"}
+        assert {sample.labels["model"] for sample in family.samples} == {
+            "continuous",
+            "batch",
+            "twins",
+            "tight",
+            "tuned",
+        }
         assert not any("instance" in label for sample in family.samples for label in sample.labels)
 
 
@@ -296,9 +322,14 @@ def test_promtool_has_nothing_to_say(server: TritonServer) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+KEY = "sk-of-prometheus"
+
+
 @pytest.fixture(scope="module")
-def gateway(server: TritonServer) -> Iterator[GatewayThread]:
-    with GatewayThread(GatewayConfig(triton=server.grpc_url, port=0)) as running:
+def gateway(server: TritonServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayThread]:
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text(f"{KEY} name=prometheus\n")
+    with GatewayThread(GatewayConfig(triton=server.grpc_url, port=0, api_key_file=keys)) as running:
         yield running
 
 
@@ -312,7 +343,9 @@ def query(
     targets = [urllib.parse.urlsplit(url).netloc for url in (server.metrics_url, gateway.url)]
     config = {
         "global": {"scrape_interval": "500ms"},
-        "scrape_configs": [{"job_name": "triton", "static_configs": [{"targets": targets}]}],
+        "scrape_configs": [
+            {"job_name": "triton", "static_configs": [{"targets": targets}], "authorization": {"credentials": KEY}}
+        ],
     }
     (folder / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML
     command = [
@@ -402,9 +435,12 @@ def test_the_dashboards_and_the_alerts_queries_have_answers(
             infer(server, "continuous", ["one", "two"], parameters={"max_new_tokens": 6})
             generate(server, "continuous", "x", no_such_parameter=1)
             body = {"model": "continuous", "prompt": "a", "max_tokens": 2}
-            httpx.post(f"{gateway.url}/v1/completions", json=body)
-            httpx.get(f"{gateway.url}/v1/models")
-            values = [each["value"][1] for each in query(asked)]
-            return any(value != "NaN" for value in values)
+            httpx.post(f"{gateway.url}/v1/completions", json=body, headers={"x-api-key": KEY})
+            httpx.get(f"{gateway.url}/v1/models", headers={"x-api-key": KEY})
+            generate(server, "tuned", "x", max_new_tokens=2, lora_name="law")
+            found = query(asked)
+            if "adapter" in asked and not any(each["metric"].get("adapter") == "law" for each in found):
+                return False
+            return any(each["value"][1] != "NaN" for each in found)
 
         assert until(has_numbers), expression

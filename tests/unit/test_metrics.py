@@ -12,6 +12,7 @@ import pytest
 
 from hf_triton.engine.sequence import Completion, RequestTimes, SequenceGroup
 from hf_triton.engine.types import EngineLoad
+from hf_triton.runner.adapters import Adapter
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.tasks.meter import Meter, MetricsMeter, build_meter
 from hf_triton.tasks.metrics import (
@@ -45,11 +46,11 @@ class Board:
     def declare(self, metric: Metric, value: str) -> None:
         self.declared.add((metric, value))
 
-    def add(self, metric: Metric, value: str, amount: float) -> None:
+    def add(self, metric: Metric, value: str, amount: float, adapter: str = "") -> None:
         self.was_called.set()
         if self.is_broken:
             raise RuntimeError("no room")
-        self.values[metric, value] += amount
+        self.values[metric, f"{value}@{adapter}" if adapter else value] += amount
 
     def observe(self, metric: Metric, amount: float) -> None:
         if self.is_broken:
@@ -107,7 +108,7 @@ def test_counts_from_many_threads_add_up() -> None:
 
     def work(_: int) -> None:
         for number in range(500):
-            meter.begin_request()("ok" if number % 5 else "queue_full")
+            meter.begin_request()("ok" if number % 5 else "queue_full", "")
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(work, range(8)))
@@ -167,6 +168,26 @@ def test_a_sequence_is_timed_from_its_arrival(monkeypatch: pytest.MonkeyPatch) -
     assert (board.values[COMPLETIONS, "eos"], board.values[COMPLETIONS, "length"]) == (1, 1)
 
 
+def test_requests_and_tokens_are_counted_by_adapter() -> None:
+    board = Board()
+    meter = MetricsMeter(board)
+    for adapter in (None, Adapter(1, "law"), Adapter(2, "law"), Adapter(3, "sql")):
+        group = SequenceGroup([1, 2, 3], SamplingParams(8), adapter=adapter)
+        observer = meter.on_admit(group)
+        for is_text in (True, True, False):
+            observer.on_token_sampled(0, is_text=is_text)
+        meter.begin_request()("ok", "" if adapter is None else adapter.name)
+    meter.on_encoded(5, "law")
+    meter.start(idle)
+    meter.close()
+    for metric, each in ((REQUESTS, 1), (PROMPT_TOKENS, 3), (GENERATED_TOKENS, 2)):
+        value = "ok" if metric is REQUESTS else ""
+        more = 5 if metric is PROMPT_TOKENS else 0
+        found = [board.values[metric, f"{value}{adapter}"] for adapter in ("", "@law", "@sql")]
+        assert found == [each, 2 * each + more, each]
+        assert metric.by_adapter
+
+
 @pytest.mark.parametrize("counts", [True, False])
 def test_a_request_s_times_are_those_of_its_first_sequence(counts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
@@ -191,7 +212,7 @@ def test_counters_catch_up_after_a_sink_s_failure(caplog: pytest.LogCaptureFixtu
     meter.start(idle)
     with caplog.at_level(logging.ERROR, "hf_triton"):
         for _ in range(10):
-            meter.begin_request()("ok")
+            meter.begin_request()("ok", "")
         assert board.was_called.wait(10)
         board.was_called.clear()
         assert board.was_called.wait(10)  # it is tried again
@@ -212,7 +233,7 @@ def test_a_failing_load_reading_raises_nothing() -> None:
     board = Board()
     meter = MetricsMeter(board)
     meter.start(load)
-    meter.begin_request()("ok")
+    meter.begin_request()("ok", "")
     assert was_asked.wait(10)
     meter.close()
     assert board.values[REQUESTS, "ok"] == 1
@@ -227,5 +248,5 @@ def test_without_a_sink_serving_continues_uncounted(caplog: pytest.LogCaptureFix
     assert type(meter) is Meter
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     meter.start(idle)
-    meter.begin_request()("ok")
+    meter.begin_request()("ok", "")
     meter.close()

@@ -114,7 +114,7 @@ class Engine:
             name,
             version,
             take=self._take,
-            begin_request=lambda: self.outcomes.append,
+            begin_request=lambda: lambda outcome, adapter: self.outcomes.append(outcome),
             poller=POLLER,
         )
         self.door.open()

@@ -291,7 +291,7 @@ def test_a_response_too_large_for_shared_memory_becomes_an_error(make_call: Call
     outcomes = list[str]()
     request = Request()
     request.sender = Full(is_decoupled=True, fits=has_message)
-    make_call(request, outcomes.append).answer(text(b"long"))
+    make_call(request, lambda outcome, adapter: outcomes.append(outcome)).answer(text(b"long"))
     [error] = request.sender.parts
     assert error.message.startswith("out_of_memory: ")
     assert (request.sender.sent, outcomes) == ([None], ["out_of_memory"])
@@ -302,7 +302,7 @@ def test_a_response_too_large_ends_if_no_error_can_be_sent(make_call: Callable[[
     outcomes = list[str]()
     request = Request()
     request.sender = Full(is_decoupled=False, fits=has_message)
-    make_call(request, outcomes.append).answer(text(b"long"))
+    make_call(request, lambda outcome, adapter: outcomes.append(outcome)).answer(text(b"long"))
     assert (request.sender.parts, request.sender.sent, outcomes) == ([], [None], ["out_of_memory"])
 
 

@@ -93,6 +93,7 @@ class OutputEncoder:
             "stop_string": lambda: piece.stop_string,
             "num_input_tokens": lambda: len(prompt.ids),
             "num_output_tokens": lambda: len(completion.token_ids),
+            "num_cached_tokens": lambda: completion.num_cached,
             "prompt_token_ids": lambda: json.dumps(prompt.ids),
             "token_ids": lambda: json.dumps(piece.token_ids),
             "cumulative_logprob": lambda: sum(each.logprob for each in completion.logprobs or ()),

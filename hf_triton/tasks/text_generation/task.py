@@ -141,7 +141,10 @@ class TextGeneration(EngineTask[GenerationResponse]):
                     self._leave(response)
                     return
                 with panics_as_errors():
-                    response.prompts.append(self._preparer.prepare(checked, row, streams=response.streams))
+                    prompt = self._preparer.prepare(checked, row, streams=response.streams)
+                response.prompts.append(prompt)
+                if prompt.adapter is not None:
+                    response.request.adapter = prompt.adapter.name
         except Exception as error:
             response.refuse(as_own_error("preparing the request", error))
             self._leave(response)
