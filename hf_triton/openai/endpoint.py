@@ -40,7 +40,7 @@ PROBLEMS: Final[Mapping[str, str]] = {
 }
 """What gRPC says of a connection that no waiting mends, and what that means; the first that is in it counts."""
 NO_GRPC: Final = re.compile("failed to connect.*(Socket closed|Connection reset|Broken pipe|http1.x)", re.DOTALL)
-NOT_PLAIN: Final = "what listens there speaks no gRPC: is it the HTTP port, or does it want TLS, grpcs://HOST:PORT?"
+NOT_PLAIN: Final = "what listens there speaks no gRPC: is it the HTTP port? For TLS, write grpcs://HOST:PORT"
 NOT_TAKEN: Final = (
     "it ended the TLS handshake, as one does that wants a client certificate: --triton-cert-file and --triton-key-file"
 )

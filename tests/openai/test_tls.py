@@ -124,7 +124,10 @@ def test_commands_speak_tls(fleet: Fleet) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"triton_ca_file": None, "triton_cert_file": None, "triton_key_file": None}, "or does it want TLS, grpcs://"),
+        (
+            {"triton_ca_file": None, "triton_cert_file": None, "triton_key_file": None},
+            "For TLS, write grpcs://HOST:PORT",
+        ),
         ({"triton_ca_file": "other.pem"}, "of no authority that is trusted: name one's with --triton-ca-file"),
         ({"triton_ca_file": None}, "of no authority that is trusted"),
         ({"triton_cert_file": None, "triton_key_file": None}, "wants a client certificate: --triton-cert-file"),
