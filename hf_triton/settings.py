@@ -29,6 +29,10 @@ TRITON_SETTINGS: Final = frozenset({"EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_
 CONFIG: Final = "config.pbtxt"
 SERVER_VARIABLE: Final = "HF_TRITON_SERVER"
 """Of the command line: the address of a running server. No setting."""
+SERVICE_LINK: Final = re.compile(
+    r"HF_TRITON_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
+)
+"""What Kubernetes tells each pod of a Service whose name begins with `hf-triton`. No setting."""
 SECRET_WORDS: Final = ("token", "secret", "password", "api_key")
 
 Seconds = Annotated[float, annotated_types.Gt(0), annotated_types.Le(7 * 24 * 3600)]
@@ -517,7 +521,7 @@ def _reject_unknown(
         )
     names = {**SETTING_NAMES, **names}  # the environment is that of all folders
     for variable in environment:
-        if variable == SERVER_VARIABLE:
+        if variable == SERVER_VARIABLE or SERVICE_LINK.fullmatch(variable):
             continue
         if variable.startswith(ENVIRONMENT_PREFIX) and _field_of(variable, names) is None:
             hint = suggest(variable, [ENVIRONMENT_PREFIX + name.upper() for name in names])

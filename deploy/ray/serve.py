@@ -9,9 +9,11 @@ Knows HTTP, and nothing of the API.
 import asyncio
 import collections
 import os
+import secrets
 import shlex
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -59,7 +61,14 @@ class Replica:
 
     async def __init__(self, args: Args) -> None:
         ports = free_ports(len(PORTS))
-        options = [*(f"{name}={port}" for name, port in zip(PORTS, ports, strict=True)), *shlex.split(args.options)]
+        self._scratch = tempfile.TemporaryDirectory(prefix="hf_triton_replica_")
+        lock = Path(self._scratch.name) / "admin-key"  # nobody has the key to what changes a replica's server
+        lock.write_text(secrets.token_urlsafe())
+        options = [
+            f"--admin-key-file={lock}",
+            *(f"{name}={port}" for name, port in zip(PORTS, ports, strict=True)),
+            *shlex.split(args.options),
+        ]
         self._is_needed = False
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "hf_triton.cli", "serve", args.model, "--exit-on-error", *options],

@@ -200,7 +200,8 @@ def unknown_model(name: str, known: Mapping[str, object] | Sequence[str]) -> Ser
 def _restricted(details: str) -> str:
     header = re.search(r"expecting header '?([^'\s]+)", details)
     name = header[1] if header else "NAME"
-    return f"this Triton restricts the API that the command needs: give its key with --header {name}:KEY"
+    way = f"--header {name}:KEY, or in a file by --triton-headers-file"
+    return f"this Triton restricts the API that the command needs: give its key with {way}"
 
 
 def _is_transport(details: str) -> bool:

@@ -24,8 +24,8 @@ from hf_triton.server import delayed_signals, describe_log, describe_status, end
 START_LIMIT_S: Final = 60.0
 CONNECT_LIMIT_S: Final = 2.0
 ANSWERS_PER_WORKER: Final = 4
-STOP_GRACE_S: Final = 35.0
-"""More than it gives its requests in flight."""
+STOP_GRACE_S: Final = 5.0
+"""Beyond what it gives its requests in flight."""
 
 
 class GatewayProcess:
@@ -116,14 +116,14 @@ class GatewayProcess:
             reason = describe_log(text, self._kept_log)
             raise ServerError("gateway_failed", f"the OpenAI gateway exited {describe_status(status)}{reason}")
 
-    def stop(self, grace_s: float = STOP_GRACE_S) -> None:
-        """Let requests in flight finish; kill what is left of the process group after `grace_s` seconds."""
+    def stop(self) -> None:
+        """Let requests in flight finish; kill what is left of the process group if it takes too long."""
         if self._process is None:
             return
         self._process.terminate()
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(grace_s)
+                self._process.wait(self.config.shutdown_timeout_s + STOP_GRACE_S)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)

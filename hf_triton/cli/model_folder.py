@@ -64,7 +64,7 @@ def model_settings(model: str, more: Mapping[str, str]) -> dict[str, str]:
         own = dict(zip(("huggingface_model", "gguf_file", "revision"), named.groups(), strict=True))
         own = {name: text for name, text in own.items() if text}
     elif model.startswith(("./", "../", "~")):
-        raise HubError("path_not_found", f"there is no folder {clip(model)}")
+        raise HubError("path_not_found", f"there is no {'file' if path.suffix == SUFFIX else 'folder'} {clip(model)}")
     else:
         own = {"huggingface_model": model}
     for name in own.keys() & more.keys():

@@ -1,9 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What HTTP asks of a server beside its endpoints: HEAD, and an answer that a client can read while it still sends."""
+"""What HTTP asks of a server beside its endpoints: HEAD, and an answer that a client can read while it still sends.
+
+And an answer for each request that is still in flight when the gateway has waited long enough for its end.
+"""
 
 from __future__ import annotations
 
+import asyncio
+from typing import Final
+
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from hf_triton.openai.errors import ANTHROPIC_PATH, ApiError
+from hf_triton.openai.sse import event
+
+EVENTS: Final = b"text/event-stream"
 
 
 class HttpRules:
@@ -14,9 +25,37 @@ class HttpRules:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        if scope["type"] == "http" and _is_last(scope):
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if _is_last(scope):
             receive, send = _draining(receive, send)
-        if scope["type"] != "http" or scope["method"] != "HEAD":
+        await self._serve_to_the_end(scope, receive, send)
+
+    async def _serve_to_the_end(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request, and tell its client if the gateway stops before its end: uvicorn cancels it then."""
+        started: dict[bytes, bytes] | None = None
+
+        async def send_noted(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = dict(message["headers"])
+            await send(message)
+
+        try:
+            await self._serve(scope, receive, send_noted)
+        except asyncio.CancelledError:
+            error = ApiError(503, "the gateway stops: send the request again later", code="shutting_down")
+            if started is None:
+                await error.response(scope["path"])(scope, receive, send)
+            elif started.get(b"content-type", b"").startswith(EVENTS):
+                name = b"event: error\n" if scope["path"].startswith(ANTHROPIC_PATH) else b""
+                await send({"type": "http.response.body", "body": name + event(error.body(scope["path"]))})
+            else:
+                raise
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] != "HEAD":
             await self._app(scope, receive, send)
             return
         as_get = {**scope, "method": "GET"}  # uvicorn keeps HEAD, and sends no body

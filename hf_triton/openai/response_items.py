@@ -21,19 +21,19 @@ class ResponseItems:
     """Writes the items of one response.
 
     Args:
-        request_id: The request's id, of which the items' are made.
+        identity: What the ids of the items are made of.
         tools: The request's.
     """
 
-    def __init__(self, request_id: str, tools: ResponseTools) -> None:
-        self._request_id = request_id
+    def __init__(self, identity: str, tools: ResponseTools) -> None:
+        self._identity = identity
         self._tools = tools
         self._unread: Tokens = []  # of tokens whose text has not come yet
         self._logprobs: dict[int, Tokens] = {}  # of texts, by index
 
     def id_of(self, block: Block) -> str:
         """The id of a block's item."""
-        return f"{PREFIXES[block.kind]}_{self._request_id}_{block.index}"
+        return f"{PREFIXES[block.kind]}_{self._identity}_{block.index}"
 
     def item(self, block: Block, status: str, text: str | None = None) -> dict[str, Any]:
         """A block as an output item.

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -186,7 +187,8 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     conversation.tool_places = tools.places
     with conversation.placed_errors("input"):
         generation = body.generation(request_id_of(request), conversation, NAMES, **body.chat_fields(tools))
-        head, items = _head(body, generation, keeper), ResponseItems(generation.request_id, tools)
+        identity = uuid.uuid4().hex  # a client may send one request id with all its requests
+        head, items = _head(body, generation, keeper, identity), ResponseItems(identity, tools)
         if body.stream:
             events = _stream(gateway, head, items, generation, keeper)
             return EventStream(request, conversation.placed_stream("input", events))
@@ -233,7 +235,7 @@ class _Keeper:
             self.store.put(StoredResponse(response, self.past, self.input), self.key)
 
 
-def _head(body: ResponsesRequest, generation: Generation, keeper: _Keeper) -> dict[str, Any]:
+def _head(body: ResponsesRequest, generation: Generation, keeper: _Keeper, identity: str) -> dict[str, Any]:
     """OpenAI's `response` in progress, which repeats the request.
 
     Raises:
@@ -241,7 +243,7 @@ def _head(body: ResponsesRequest, generation: Generation, keeper: _Keeper) -> di
     """
     text, reasoning = body.text or {}, body.reasoning or {}
     head = {
-        "id": f"resp_{generation.request_id}",
+        "id": f"resp_{identity}",
         "object": "response",
         "created_at": now_s(),
         "status": "in_progress",

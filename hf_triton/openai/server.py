@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import ssl
 import sys
 from functools import partial
@@ -23,7 +24,6 @@ from hf_triton.openai.tls import ServerCertificate
 
 KEEP_ALIVE_S: Final = 75
 """How long an idle connection is kept."""
-GRACE_S: Final = 30
 """How long requests in flight may take when the gateway stops."""
 
 
@@ -154,7 +154,7 @@ def uvicorn_config(config: GatewayConfig) -> uvicorn.Config:
         server_header=False,
         ssl_context_factory=None if config.ssl_certfile is None else partial(_ssl_context, config),
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=GRACE_S,
+        timeout_graceful_shutdown=math.ceil(config.shutdown_timeout_s),
     )
 
 

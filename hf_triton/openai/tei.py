@@ -161,8 +161,13 @@ async def _only_model(request: Request, task: str | None = None) -> Model:
     if len(found) == 1:
         return found[0]
     names = ", ".join(clip(model.name) for model in found or models)
+    if task is not None and not found:
+        raise ApiError(
+            404, f"no model for {task} is served; there are {names or 'none'}", param="model", code="model_not_found"
+        )
     what = f"{len(found)} models" + (f" for {task}" if task else "")
-    raise ApiError(400, f"there are {what}: name one in the field model; there are {names or 'none'}", param="model")
+    way = "in the field model" if request.method == "POST" else "by ?model=NAME"
+    raise ApiError(400, f"there are {what}: name one {way}; there are {names or 'none'}", param="model")
 
 
 @router.post("/", include_in_schema=False)

@@ -10,7 +10,9 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -169,6 +171,33 @@ def test_sigterm_ends_a_gateway_and_its_workers(workers: int, tmp_path: Path) ->
     gateway.terminate()
     assert gateway.wait(timeout=LIMIT_S) == 0
     assert status(f"http://127.0.0.1:{port}/health") == 0
+
+
+@pytest.mark.full
+def test_a_gateway_that_stops_answers_what_is_in_flight(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
+    folder = make_folder(tmp_path / "repository", "slow", huggingface_model=DEMO)
+    (folder / "1" / "model.py").write_text(slow_model(0.5))
+    options = [str(folder.parent), "--openai-shutdown-timeout-s=1"]
+    with running(*options, output=tmp_path / "output") as serving, ThreadPoolExecutor() as pool:
+        serving.wait_for("Ctrl+C stops the server")
+        bodies = [{"model": "slow", "prompt": "The", "max_tokens": 60, "stream": stream} for stream in (False, True)]
+        answers = [pool.submit(post, serving, body) for body in bodies]
+        stream = answers[1].result()
+        assert b'"text"' in stream.readline()
+        serving.process.terminate()
+        whole, rest = answers[0].result(), stream.read()
+        assert (whole.status, json.load(whole)["error"]["code"]) == (503, "shutting_down")
+        assert json.loads(rest.splitlines()[-2].removeprefix(b"data: "))["error"]["code"] == "shutting_down"
+
+
+def post(serving: Serving, body: object) -> Any:
+    """An answer whose headers have come."""
+    url = f"http://127.0.0.1:{serving.openai_port}/v1/completions"
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    try:
+        return urllib.request.urlopen(request, timeout=LIMIT_S)
+    except urllib.error.HTTPError as error:
+        return error
 
 
 REFUSALS = {

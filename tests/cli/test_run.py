@@ -38,7 +38,7 @@ def test_a_terminal_talks_and_the_end_stops_the_server(end: str) -> None:
         terminal.type(end)
         if end == "\x03":
             terminal.wait_for("Ctrl+C again, or /bye, ends.")
-            terminal.type(end)
+            assert terminal.interrupt() == 0
         assert terminal.wait() == 0
     wait_until_gone(family)
     assert "I1" not in terminal.output  # of Triton's log

@@ -190,8 +190,7 @@ def test_chat_on_a_terminal(server: TritonServer) -> None:
         terminal.wait_for(">>> ")
         terminal.type("\x03")
         terminal.wait_for("Ctrl+C again, or /bye, ends.")
-        terminal.type("\x03")
-        assert terminal.wait() == 0
+        assert terminal.interrupt() == 0
 
 
 @pytest.mark.parametrize("is_answering", [False, True])

@@ -115,7 +115,7 @@ def test_a_table_says_where_figures_come_from(checkpoint: Path) -> None:
     assert lines[0] == ["figure", "value", "from"]
     sources = {line[0]: line[2] for line in lines if len(line) == 3}
     assert sources["memory_bytes"] == "l4: NVIDIA L4 data sheet"
-    assert sources["decode_step_s"].startswith("estimate: ")
+    assert sources["decode_step_s"].startswith("estimate at 50% ")
     assert not sources["max_sequences"].startswith("estimate")
 
 

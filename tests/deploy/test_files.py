@@ -110,7 +110,9 @@ def test_a_pod_has_no_rights_and_its_own_ports_are_closed() -> None:
     assert [port["port"] for rule in rules if "from" not in rule for port in rule["ports"]] == ["openai"]
     assert "--api-key-file=/run/secrets/hf-triton/api-keys" in container["args"]
     sleep_s = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
-    assert sleep_s + 60 < spec["terminationGracePeriodSeconds"]
+    [gateway_s] = [word.partition("=")[2] for word in container["args"] if "shutdown-timeout" in word]
+    assert sleep_s + int(gateway_s) + 30 < spec["terminationGracePeriodSeconds"]
+    assert spec["enableServiceLinks"] is False
 
 
 def test_the_autoscalers_read_a_metric_that_there_is() -> None:

@@ -23,7 +23,7 @@ from tests.support.slow_model import slow_model
 
 pytestmark = [pytest.mark.full, needs_haproxy]
 
-MAIN, V2 = "main", "v2"
+V1, V2 = "v1", "v2"
 STEP_S = {"a": 0.01, "b": 0.01, "c": 0.1}
 
 
@@ -32,7 +32,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("checkpoints")
     return {
         revision: build_tiny_checkpoint(root / revision, "llama", seed=seed, eos_token_id=None)
-        for seed, revision in enumerate((MAIN, V2))
+        for seed, revision in enumerate((V1, V2))
     }
 
 
@@ -52,7 +52,7 @@ def texts(checkpoints: dict[str, Path]) -> Texts:
 @pytest.fixture(scope="module")
 def hub(checkpoints: dict[str, Path]) -> Iterator[LoopbackHub]:
     with LoopbackHub() as hub:
-        hub.add("acme/text", checkpoints[MAIN], revisions={V2: checkpoints[V2]})
+        hub.add("acme/text", checkpoints[V1], revisions=checkpoints)
         yield hub
 
 
@@ -64,7 +64,7 @@ def servers(
     environment = {**hub.environment(), "HF_HOME": str(root / "home")}
     replicas = {}
     for name in NAMES:
-        folder = make_folder(root / name / "repository", MODEL, huggingface_model="acme/text", revision=MAIN)
+        folder = make_folder(root / name / "repository", MODEL, huggingface_model="acme/text", revision=V1)
         (folder / "1" / "model.py").write_text(slow_model(STEP_S[name]))
         replicas[name] = Replica(root / name, environment)
     with fleet(root, replicas) as servers:
@@ -117,7 +117,7 @@ def test_a_killed_server_loses_what_it_had_begun_and_nothing_else(servers: Fleet
         answer = run(moved.replace("tritons:8000", f"tritons:{killed.ports[0]}"), servers)
         assert "changed from" in answer
         wait_until(lambda: num_answered(killed) > 20)
-    lost = [outcome for outcome in load.outcomes if outcome.answer != MAIN]
+    lost = [outcome for outcome in load.outcomes if outcome.answer != V1]
     assert all(outcome.sent_s < killed_s + 0.1 for outcome in lost), lost
     assert len(lost) < NUM_CLIENTS
     assert all(re.match("502: |cut: Incomplete", outcome.answer) for outcome in lost), lost
@@ -128,7 +128,7 @@ def test_a_slow_server_gets_fewer_requests(servers: Fleet, texts: Texts) -> None
     with Load(servers, texts) as load:
         load.wait(300)
     gained = {name: num_answered(replica) - before[name] for name, replica in servers.replicas.items()}
-    assert load.answers().keys() == {MAIN}
+    assert load.answers().keys() == {V1}
     assert 0 < gained["c"] < min(gained["a"], gained["b"])
 
 
@@ -143,8 +143,8 @@ def test_a_server_that_stands_still_is_passed_over(servers: Fleet, texts: Texts)
         stopped.kill()  # which answers those that wait for it
         load.wait(100)
         stopped.start().wait_until_ready()
-    assert load.answers(passed_over_s).keys() == {MAIN}
-    assert {answer[:4] for answer in load.answers()} <= {MAIN, "502:", "cut:"}
+    assert load.answers(passed_over_s).keys() == {V1}
+    assert {answer[:4] for answer in load.answers()} <= {V1, "502:", "cut:"}
 
 
 def test_a_bad_model_gets_no_request(servers: Fleet, texts: Texts) -> None:
@@ -154,17 +154,17 @@ def test_a_bad_model_gets_no_request(servers: Fleet, texts: Texts) -> None:
         load.wait()
         run(drain, servers)
         assert replica.stop() == 0
-        revise(replica, MAIN, "nothing")
+        revise(replica, V1, "nothing")
         assert replica.start().serving.process.wait(90) == 1
         assert "hub_revision_not_found" in replica.serving.output()
         load.wait(100)
-        revise(replica, "nothing", MAIN)
+        revise(replica, "nothing", V1)
         replica.start().wait_until_ready()
         [look] = blocks("bad-model")
         assert MODEL in run(look, servers)
         run(ready, servers)
         load.wait(100)
-    assert load.answers().keys() == {MAIN}
+    assert load.answers().keys() == {V1}
 
 
 def test_an_upgrade_and_a_rollback_lose_nothing(servers: Fleet, texts: Texts) -> None:
@@ -175,7 +175,7 @@ def test_an_upgrade_and_a_rollback_lose_nothing(servers: Fleet, texts: Texts) ->
         for name, replica in servers.replicas.items():
             run(drain, servers, name)
             assert replica.stop() == 0
-            revise(replica, MAIN, V2)
+            revise(replica, V1, V2)
             run(check, servers, name)
             replica.start()
             assert "choices" in run(look, servers, name)
@@ -183,5 +183,5 @@ def test_an_upgrade_and_a_rollback_lose_nothing(servers: Fleet, texts: Texts) ->
         load.wait_for([V2])
         for name in servers.replicas:
             run(back, servers, name)
-        load.wait_for([MAIN])
-    assert load.answers().keys() == {MAIN, V2}
+        load.wait_for([V1])
+    assert load.answers().keys() == {V1, V2}

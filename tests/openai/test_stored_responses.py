@@ -57,6 +57,13 @@ def test_a_response_is_fetched_listed_and_deleted(client: openai.OpenAI) -> None
     assert again.usage.input_tokens > after.usage.input_tokens
 
 
+def test_requests_of_one_request_id_are_told_apart(client: openai.OpenAI) -> None:
+    same = client.with_options(default_headers={"x-request-id": "constant"})
+    first, second = (same.responses.create(input=text, **ASKED) for text in ("How can you be", "Why"))
+    assert client.responses.retrieve(first.id) == first
+    assert client.responses.retrieve(second.id) == second
+
+
 def test_pages_of_input_items(client: openai.OpenAI) -> None:
     made = client.responses.create(input=[{"role": "user", "content": str(index)} for index in range(5)], **ASKED)
     for order, expected in {"asc": "01234", "desc": "43210"}.items():

@@ -170,7 +170,7 @@ def test_info_says_what_a_model_is(gateway: GatewayThread) -> None:
     assert about["max_input_length"] > 0
     several = httpx.get(f"{gateway.url}/info")
     assert several.status_code == 400
-    assert several.json()["error"].startswith("there are 6 models: name one in the field model; there are 'minilm', ")
+    assert several.json()["error"].startswith("there are 6 models: name one by ?model=NAME; there are 'minilm', ")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`hf-triton` commands against a running server: as processes with pipes, and on a terminal."""
 
+import contextlib
 import os
 import pty
 import select
@@ -64,6 +65,17 @@ class Terminal:
                     raise AssertionError(f"{text!r} did not come: {self.output!r}") from None
         self._num_read = found + len(text)
         return self.output[start : self._num_read]
+
+    def interrupt(self) -> int:
+        """Ctrl+C until the end, as a person does; returns the exit code.
+
+        Python's readline does not notice one in the very moment in which it begins to wait.
+        """
+        while self.process.poll() is None:
+            self.type("\x03")
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(15)
+        return self.wait()
 
     def wait(self) -> int:
         """Read to the end; returns the exit code."""

@@ -234,6 +234,22 @@ def test_a_variable_close_to_a_setting_is_rejected() -> None:
     assert "the environment variable HF_TRITON_DTPYE, did you mean 'HF_TRITON_DTYPE'?" in sentence
 
 
+@pytest.mark.parametrize(
+    "variable",
+    [
+        "HF_TRITON_PORT",
+        "HF_TRITON_SERVICE_HOST",
+        "HF_TRITON_SERVICE_PORT",
+        "HF_TRITON_SERVICE_PORT_OPENAI",
+        "HF_TRITON_PORT_9000_TCP",
+        "HF_TRITON_PORT_9000_TCP_ADDR",
+        "HF_TRITON_TASK_SERVICE_HOST",  # of a Service hf-triton-task
+    ],
+)
+def test_variables_of_a_kubernetes_service_are_no_settings(variable: str) -> None:
+    assert load({variable: "tcp://10.0.0.1:80"}) == load({})
+
+
 def test_a_stream_door_knows_the_variables_of_models() -> None:
     with pytest.raises(SettingsError, match=r"HF_TRITON_DTPYE, did you mean 'HF_TRITON_DTYPE'\?"):
         load_settings({}, {"HF_TRITON_DTPYE": "float16"}, DoorSettings)
