@@ -226,5 +226,5 @@ def check_model(name: str) -> None:
         ApiError: It is one.
     """
     if not allows_model(name):
-        message = f"this API key may not use the model {clip(name)}: GET /v1/models lists those that it may use"
-        raise ApiError(403, message, param="model", code="model_not_allowed")
+        message = f"the model {clip(name)} does not exist, or this API key may not use it: see GET /v1/models"
+        raise ApiError(404, message, param="model", code="model_not_found")

@@ -27,7 +27,7 @@ from tests.support.adapters import save_lora, wrap
 from tests.support.client import post
 from tests.support.clients import CLIENTS, has, run
 from tests.support.commands import hf_triton
-from tests.support.gateway import GatewayThread
+from tests.support.gateway import GatewayThread, wait_until
 from tests.support.paths import ROOT
 from tests.support.sentence_checkpoints import TEXTS, real_checkpoint, reference_embeddings
 from tests.support.serving import running
@@ -255,6 +255,42 @@ def test_documented_requests_are_answered(gateway: GatewayThread) -> None:
     for path, body in lines:
         answer = ask(gateway, path, **{**json.loads(body), "model": OWN[path]})
         assert len(answer.get("data") or answer["results"]) == 2
+
+
+# --- keys and metrics -------------------------------------------------------------------------------------------------
+
+
+def test_keys_pay_for_the_tokens_of_texts(server: TritonServer, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("sk-a name=a tokens_per_day=100000\n")
+    config = GatewayConfig(triton=server.grpc_url, port=0, api_key_file=tmp_path / "keys")
+    requests: dict[str, dict[str, Any]] = {
+        "/v1/embeddings": {"model": "minilm:law", "input": TEXTS},
+        "/v1/rerank": {"model": "reranker", "query": QUERY, "documents": DOCUMENTS},
+        "/v1/classify": {"model": "sentiment", "input": TEXTS},
+    }
+    with GatewayThread(config) as running, httpx.Client(base_url=running.url, headers={"x-api-key": "sk-a"}) as client:
+        answers = [client.post(path, json=body, timeout=60) for path, body in requests.items()]
+        num_tokens = sum(answer.json()["usage"]["total_tokens"] for answer in answers)
+        assert num_tokens > 0
+        assert answers[-1].headers["x-ratelimit-remaining-tokens"] == str(100_000 - num_tokens)
+        assert f'hf_triton_openai_key_prompt_tokens_total{{key="a"}} {num_tokens:.1f}' in client.get("/metrics").text
+        embedded = client.post("/embed", json={"inputs": "a text"})
+        assert int(embedded.headers["x-ratelimit-remaining-tokens"]) < 100_000 - num_tokens
+    own = 'hf_triton_prompt_tokens_total{adapter="law",model="minilm",version="1"} '
+    line = next_line(server, own)
+    assert float(line.removeprefix(own)) >= answers[0].json()["usage"]["total_tokens"]
+
+
+def next_line(server: TritonServer, beginning: str) -> str:
+    """The line of Triton's metrics with this beginning, once it is there."""
+    found: list[str] = []
+
+    def is_there() -> bool:
+        found[:] = [line for line in httpx.get(server.metrics_url).text.splitlines() if line.startswith(beginning)]
+        return bool(found)
+
+    wait_until(is_there)
+    return found[0]
 
 
 # --- adapters --------------------------------------------------------------------------------------------------------
