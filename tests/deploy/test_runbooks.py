@@ -27,9 +27,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def hub(checkpoint: Path, tmp_path: Path) -> Iterator[LoopbackHub]:
-    other = build_tiny_checkpoint(
-        tmp_path / "other", "llama", seed=1
-    )  # and another commit
+    other = build_tiny_checkpoint(tmp_path / "other", "llama", seed=1)  # and another commit
     with LoopbackHub() as hub:
         hub.add(NAME, checkpoint)
         hub.add(OTHER, other)
