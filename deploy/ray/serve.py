@@ -62,7 +62,7 @@ class Replica:
     async def __init__(self, args: Args) -> None:
         ports = free_ports(len(PORTS))
         self._scratch = tempfile.TemporaryDirectory(prefix="hf_triton_replica_")
-        lock = Path(self._scratch.name) / "admin-key"  # nobody has the key to what changes a replica's server
+        lock = Path(self._scratch.name) / "admin-key"  # locks what changes the server; clients do not get it
         lock.write_text(secrets.token_urlsafe())
         options = [
             f"--admin-key-file={lock}",

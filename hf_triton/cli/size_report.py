@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
 
-from hf_triton.cli.capacity import GIGA, Room, Speed
+from hf_triton.cli.capacity import GIGA, TERA, Room, Speed
 from hf_triton.cli.cards import CARDS, CPU
 from hf_triton.cli.outlined import Outlined
 from hf_triton.cli.sizes import BYTES, build_without_weights, dtype_name, loaded_bytes
@@ -219,7 +219,7 @@ class SizeReport:
             self._describe_encoder()
         if task is not None and num_parameters and task.auto_class != SPEECH and self._can_estimate():
             flop, card = 2 * num_parameters * load.prompt, CARDS[self._gpu]
-            requests = card.tflops * 1e12 * self._efficiency / flop
+            requests = card.tflops * TERA * self._efficiency / flop
             source = f"estimate at {self._efficiency:.0%} of the peak: {load.prompt} tokens of 2 operations a parameter"
             self._add("requests_per_s", requests, f"{requests:,.3g}", source)
             self._add_replicas(requests, "estimate: the rate / requests_per_s")

@@ -152,7 +152,7 @@ class GatewayConfig(TritonAddress):
     """How long one is kept, in seconds."""
 
     shutdown_timeout_s: Seconds = 30.0
-    """Time for requests in flight once the gateway is told to stop, in seconds; those that take longer get 503."""
+    """Time for requests in flight after SIGTERM, in seconds; those that take longer get 503."""
 
     on_demand: bool = False
     """Load models when they are asked for, and unload idle ones. A Triton that `hf-triton serve` has not started must

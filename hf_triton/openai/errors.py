@@ -202,6 +202,11 @@ def too_large(max_bytes: int) -> ApiError:
     return ApiError(413, message, code="request_too_large")
 
 
+def gateway_stops() -> ApiError:
+    """To a request that is still in flight when the gateway's time for that is over."""
+    return ApiError(503, "the gateway stops: send the request again later", code="shutting_down")
+
+
 def load_reason(details: str) -> str:
     """Why Triton has not loaded a model: our sentence in its message, or the first line; without the host's paths."""
     return _PATH.sub("[path]", logged_reason(details))

@@ -7,14 +7,10 @@ And an answer for each request that is still in flight when the gateway has wait
 from __future__ import annotations
 
 import asyncio
-from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from hf_triton.openai.errors import ANTHROPIC_PATH, ApiError
-from hf_triton.openai.sse import event
-
-EVENTS: Final = b"text/event-stream"
+from hf_triton.openai.errors import gateway_stops
 
 
 class HttpRules:
@@ -33,26 +29,20 @@ class HttpRules:
         await self._serve_to_the_end(scope, receive, send)
 
     async def _serve_to_the_end(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request, and tell its client if the gateway stops before its end: uvicorn cancels it then."""
-        started: dict[bytes, bytes] | None = None
+        """Serve a request, and answer it if the gateway stops before its response starts: uvicorn cancels it then."""
+        has_started = False
 
         async def send_noted(message: Message) -> None:
-            nonlocal started
-            if message["type"] == "http.response.start":
-                started = dict(message["headers"])
+            nonlocal has_started
+            has_started = True
             await send(message)
 
         try:
             await self._serve(scope, receive, send_noted)
         except asyncio.CancelledError:
-            error = ApiError(503, "the gateway stops: send the request again later", code="shutting_down")
-            if started is None:
-                await error.response(scope["path"])(scope, receive, send)
-            elif started.get(b"content-type", b"").startswith(EVENTS):
-                name = b"event: error\n" if scope["path"].startswith(ANTHROPIC_PATH) else b""
-                await send({"type": "http.response.body", "body": name + event(error.body(scope["path"]))})
-            else:
+            if has_started:
                 raise
+            await gateway_stops().response(scope["path"])(scope, receive, send)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] != "HEAD":

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Server-sent events: a stream that ends when its client leaves, and tells what went wrong."""
+"""Server-sent events: a stream that ends when its client leaves or the gateway stops, and tells what went wrong."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator
@@ -14,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from hf_triton.openai.disconnect import run_while_connected
-from hf_triton.openai.errors import ApiError
+from hf_triton.openai.errors import ApiError, gateway_stops
 from hf_triton.openai.gateway import gateway_of
 
 DONE: Final = b"data: [DONE]\n\n"
@@ -76,6 +77,10 @@ class EventStream(Response):
         except ApiError:
             if not self._has_started:
                 raise  # otherwise the client has left
+        except asyncio.CancelledError:
+            if not self._has_started:
+                raise
+            await self._send_error(scope, send, gateway_stops())
 
     async def _send_all(self, scope: Scope, send: Send) -> None:
         async with aclosing(self._events) as events:
@@ -90,9 +95,14 @@ class EventStream(Response):
             except ApiError as error:
                 if not self._has_started:
                     raise
-                data = self._error_prefix + event(error.body(scope["path"]))
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+                await self._send_error(scope, send, error)
+                return
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_error(self, scope: Scope, send: Send, error: ApiError) -> None:
+        """Send the last event."""
+        data = self._error_prefix + event(error.body(scope["path"]))
+        await send({"type": "http.response.body", "body": data, "more_body": False})
 
     def _observe_first(self) -> None:
         seconds = time.monotonic() - self._request.scope["state"]["arrival_s"]

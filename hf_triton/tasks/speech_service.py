@@ -166,7 +166,11 @@ class _Response(SpeechListener):
             raise in_row(error, row) from None
 
     def _check(self) -> None:
-        """Raise why nobody waits for the response any more, if so."""
+        """Check that the response is still wanted.
+
+        Raises:
+            RequestError: The request was cancelled or has expired, or the model is being unloaded.
+        """
         error = self.request.ending()
         if error or self._ended.is_set():
             raise error or ShuttingDownError()

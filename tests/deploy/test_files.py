@@ -3,9 +3,7 @@
 
 import contextlib
 import json
-import os
 import re
-import shutil
 import ssl
 import subprocess
 from collections.abc import Iterator
@@ -26,31 +24,23 @@ from hf_triton.errors import CODES
 from hf_triton.openai.config import GatewayConfig
 from hf_triton.openai.health import LIVE_PATHS, READY_PATHS
 from hf_triton.openai.metrics import Metrics
-from hf_triton.server import free_ports
 from hf_triton.tasks.metrics import METRICS
 from tests.support.certificates import Authority
 from tests.support.gateway import GatewayThread, wait_until
+from tests.support.haproxy import haproxy
 from tests.support.paths import ROOT, load_script
+from tests.support.programs import ENVIRONMENT, program
 
 DEPLOY = ROOT / "deploy"
 OVERLAYS = sorted(path.parent.name for path in (DEPLOY / "kubernetes" / "overlays").glob("*/kustomization.yaml"))
 KUBERNETES = "1.32"
-PROGRAMS = ROOT / ".venv" / "programs"
 DASHBOARD = load_script("make_dashboard")
 GATEWAY_PORT, METRICS_PORT = 9000, 8002
 PORTS = {"http": 8000, "grpc": 8001, "metrics": METRICS_PORT, "openai": GATEWAY_PORT}
 
 
-def program(name: str) -> str:
-    found = shutil.which(name, path=os.pathsep.join([str(PROGRAMS / "bin"), os.environ["PATH"]]))
-    if found is None:
-        pytest.skip(f"there is no {name}")
-    return found
-
-
 def run(*command: str) -> str:
-    environment = {**os.environ, "LD_LIBRARY_PATH": str(PROGRAMS / "lib")}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -243,32 +233,6 @@ def test_haproxy_takes_its_files(name: str) -> None:
     run(program("haproxy"), "-c", "-q", "-f", str(DEPLOY / "haproxy" / name))
 
 
-@contextlib.contextmanager
-def haproxy(folder: Path, servers: dict[str, int], changes: dict[str, str]) -> Iterator[dict[str, int]]:
-    """HAProxy with the example's configuration, changed, before servers in place of the ports that it names.
-
-    Yields:
-        The ports that it listens on, by those of the file.
-    """
-    text = (DEPLOY / "haproxy" / "haproxy.cfg").read_text()
-    bound = dict(zip(re.findall(r"bind :(\d+)", text), free_ports(4), strict=True))
-    for old, new in changes.items():
-        assert old in text, old
-        text = text.replace(old, new)
-    for old, port in {**bound, **servers}.items():
-        text = re.sub(rf":{old}\b", f":{port}", text)
-    (folder / "haproxy.cfg").write_text(text)
-    environment = {**os.environ, "LD_LIBRARY_PATH": str(PROGRAMS / "lib")}
-    with (folder / "log").open("wb") as log:
-        command = [program("haproxy"), "-f", str(folder / "haproxy.cfg")]
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-    try:
-        yield bound
-    finally:
-        process.terminate()
-        process.wait(30)
-
-
 @pytest.mark.filterwarnings("ignore:ssl.TLSVersion:DeprecationWarning")
 def test_haproxy_speaks_tls_on_both_sides(tmp_path: Path) -> None:
     ca = Authority(tmp_path)
@@ -284,10 +248,10 @@ def test_haproxy_speaks_tls_on_both_sides(tmp_path: Path) -> None:
     key = {"Authorization": "Bearer sk-of-a-client"}
     with (
         GatewayThread(config) as gateway,
-        haproxy(tmp_path, dict.fromkeys(("9000", "9001", "9002"), gateway.port), changes) as ports,
+        haproxy("haproxy.cfg", tmp_path, dict.fromkeys((9000, 9001, 9002), gateway.port), changes) as ports,
         httpx.Client(verify=ca.client(), trust_env=False) as client,
     ):
-        url = f"https://127.0.0.1:{ports['8443']}"
+        url = f"https://127.0.0.1:{ports[8443]}"
         wait_until(lambda: is_answered(client, f"{url}/health/live"))
         assert client.get(f"{url}/version", headers=key).status_code == 200
         assert client.get(f"{url}/version").status_code == 401
@@ -301,7 +265,7 @@ def test_haproxy_speaks_tls_on_both_sides(tmp_path: Path) -> None:
             httpx.get(f"{url}/version", verify=old, trust_env=False)
         for path in CHANGES:
             for port in (8081, 8444):
-                refused = client.post(f"http{'s' * (port > 8443)}://127.0.0.1:{ports[str(port)]}{path}", json={})
+                refused = client.post(f"http{'s' * (port > 8443)}://127.0.0.1:{ports[port]}{path}", json={})
                 assert refused.status_code == 403, path
 
 

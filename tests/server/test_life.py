@@ -18,7 +18,6 @@ import pytest
 import tritonclient.grpc
 from tritonclient.utils import InferenceServerException
 
-from hf_triton.server import free_ports
 from hf_triton.testing import LoopbackHub, TritonServer, build_tiny_checkpoint
 from tests.support.client import Reply, get, post
 from tests.support.gateway import wait_until
@@ -315,10 +314,8 @@ def test_rollback_to_the_first_version_loads_nothing(
 @contextlib.contextmanager
 def canary(folder: Path, stable: TritonServer, canary: TritonServer) -> Iterator[tuple[Front, Front]]:
     """HAProxy with the example's configuration: its ports for two servers, and for two versions."""
-    servers, versions = free_ports(2)
-    ports = {8000: stable.http_port, 8100: canary.http_port, 8080: servers, 8081: versions}
-    with haproxy("canary.cfg", folder, ports):
-        yield Front(f"http://127.0.0.1:{servers}"), Front(f"http://127.0.0.1:{versions}")
+    with haproxy("canary.cfg", folder, {8000: stable.http_port, 8100: canary.http_port}) as ports:
+        yield Front(f"http://127.0.0.1:{ports[8080]}"), Front(f"http://127.0.0.1:{ports[8081]}")
 
 
 def get_status(front: Front) -> int:

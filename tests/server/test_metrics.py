@@ -2,9 +2,7 @@
 """The metrics endpoint counts what was sent: on both engines, for several models and instances."""
 
 import json
-import os
 import re
-import shutil
 import subprocess
 import time
 import urllib.parse
@@ -30,12 +28,12 @@ from tests.support.adapters import save_adapter
 from tests.support.client import generate, infer, post
 from tests.support.gateway import GatewayThread
 from tests.support.paths import ROOT, load_script
+from tests.support.programs import program
 from tests.support.slow_model import slow_model
 
 pytestmark = pytest.mark.full
 
 OPERATIONS = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
-PROGRAMS = ROOT / ".venv" / "programs" / "bin"  # of programs.sh
 STEP_S = 0.02
 IS_DROPPED = 23  # so many new tokens
 SLOW_MODEL = f"""{slow_model(STEP_S)}
@@ -308,16 +306,9 @@ def test_every_model_but_one_without_metrics_has_all_from_the_start(server: Trit
 # --- the real Prometheus ---------------------------------------------------------------------------------------------
 
 
-def tool(name: str) -> str:
-    found = shutil.which(name, path=os.pathsep.join([str(PROGRAMS), os.environ["PATH"]]))
-    if found is None:
-        pytest.skip(f"there is no {name} (make test brings it where there is apt-get)")
-    return found
-
-
 def test_promtool_has_nothing_to_say(server: TritonServer) -> None:
     done = subprocess.run(
-        [tool("promtool"), "check", "metrics"], input=exported(server), capture_output=True, text=True, check=False
+        [program("promtool"), "check", "metrics"], input=exported(server), capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
@@ -349,7 +340,7 @@ def query(
     }
     (folder / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML
     command = [
-        tool("prometheus"),
+        program("prometheus"),
         f"--config.file={folder / 'prometheus.yml'}",
         f"--storage.tsdb.path={folder / 'data'}",
         f"--web.listen-address=127.0.0.1:{port}",

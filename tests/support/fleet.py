@@ -8,19 +8,17 @@ import json
 import os
 import random
 import signal
-import threading
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Final
 
 from hf_triton.server import free_ports
 from tests.support.client import Reply, post
 from tests.support.haproxy import Front, haproxy
 from tests.support.serving import PORTS, Serving
+from tests.support.traffic import Clients
 
 MODEL: Final = "text"
 NAMES: Final = "a", "b", "c"
@@ -90,69 +88,42 @@ class Fleet:
 @contextlib.contextmanager
 def fleet(folder: Path, replicas: Mapping[str, Replica]) -> Iterator[Fleet]:
     """Start servers, and HAProxy before them; stop what still runs."""
-    openai, triton = free_ports(2)
-    ports = {8080: openai, 8081: triton}
+    servers: dict[int, int] = {}
     for replica, gateway_port, triton_port in zip(replicas.values(), GATEWAYS, TRITONS, strict=True):
-        ports |= {gateway_port: replica.ports[-1], triton_port: replica.ports[0]}
+        servers |= {gateway_port: replica.ports[-1], triton_port: replica.ports[0]}
     try:
         for replica in replicas.values():
             replica.start()
         for replica in replicas.values():
             replica.wait_until_ready()
-        with haproxy("haproxy.cfg", folder, ports):
-            yield Fleet(replicas, Front(f"http://127.0.0.1:{openai}"), Front(f"http://127.0.0.1:{triton}"), folder)
+        with haproxy("haproxy.cfg", folder, servers) as ports:
+            openai, triton = (Front(f"http://127.0.0.1:{ports[port]}") for port in (8080, 8081))
+            yield Fleet(replicas, openai, triton, folder)
     finally:
         for replica in replicas.values():
             if replica.serving.process.poll() is None:
                 replica.stop()
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What came of one request."""
+class Load(Clients):
+    """Clients that send completions, most of them short and a few long, over every door."""
 
-    sent_s: float
-    ended_s: float
-    answer: str
-    """The revision whose text came; or a status, `cut`, or what else went wrong."""
-
-
-class Load:
-    """Clients that send completions, most of them short and a few long, over every door, while it is entered."""
+    limit_s = LIMIT_S
 
     def __init__(self, fleet: Fleet, texts: Texts) -> None:
+        super().__init__(NUM_CLIENTS)
         self._fleet, self._texts = fleet, texts
-        self.outcomes: list[Outcome] = []
-        self._is_over = threading.Event()
-        self._threads = [threading.Thread(target=self._send, args=(client,)) for client in range(NUM_CLIENTS)]
+        self._chances = [random.Random(client) for client in range(NUM_CLIENTS)]
 
-    def __enter__(self) -> Load:
-        for thread in self._threads:
-            thread.start()
-        return self
+    def pause_s(self, client: int) -> float:
+        """See the base class."""
+        return self._chances[client].expovariate(10)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._is_over.set()
-        for thread in self._threads:
-            thread.join(2 * LIMIT_S)
-
-    def _send(self, client: int) -> None:
-        chance = random.Random(client)
-        while not self._is_over.is_set():
-            prompt, [num_tokens] = chance.choice(PROMPTS), chance.choices(LENGTHS, WEIGHTS)
-            sent_s = time.monotonic()
-            answer = self._ask(chance.choice([self._complete, self._stream, self._generate]), prompt, num_tokens)
-            self.outcomes.append(Outcome(sent_s, time.monotonic(), answer))
-            self._is_over.wait(chance.expovariate(10))
-
-    def _ask(self, way: object, prompt: str, num_tokens: int) -> str:
-        assert callable(way)
-        try:
-            text = way(prompt, num_tokens)
-        except Exception as error:
-            return f"cut: {error!r}"
+    def ask(self, client: int) -> str:
+        """See the base class: the revision, or a status."""
+        chance = self._chances[client]
+        prompt, [num_tokens] = chance.choice(PROMPTS), chance.choices(LENGTHS, WEIGHTS)
+        text = chance.choice([self._complete, self._stream, self._generate])(prompt, num_tokens)
         names = (name for name, texts in self._texts.items() if texts[prompt, num_tokens] == text)
         return next(names, text)
 
@@ -178,20 +149,9 @@ class Load:
         reply = post(self._fleet.triton, f"/v2/models/{MODEL}/generate", body, LIMIT_S)
         return reply.json()["text_output"] if reply.status == 200 else f"{reply.status}: {reply.body}"
 
-    def answers(self, since_s: float = 0.0) -> Counter[str]:
-        """How often each answer came, to requests that were sent since a time."""
-        return Counter(outcome.answer for outcome in list(self.outcomes) if outcome.sent_s >= since_s)
-
     def wait(self, num_requests: int = 60) -> None:
         """Wait until some more have ended."""
         goal, deadline_s = len(self.outcomes) + num_requests, time.monotonic() + 2 * LIMIT_S
         while len(self.outcomes) < goal:
             assert time.monotonic() < deadline_s, "the clients stand still"
-            time.sleep(0.05)
-
-    def wait_for(self, revisions: Sequence[str]) -> None:
-        """Wait until the last answers are of these revisions, and of each."""
-        deadline_s = time.monotonic() + 2 * LIMIT_S
-        while {outcome.answer for outcome in self.outcomes[-60:]} != set(revisions):
-            assert time.monotonic() < deadline_s, self.answers()
             time.sleep(0.05)

@@ -7,8 +7,8 @@ import subprocess
 import textwrap
 from collections.abc import Mapping
 
-from tests.support.haproxy import ENVIRONMENT
 from tests.support.paths import ROOT
+from tests.support.programs import ENVIRONMENT
 from tests.support.serving import COMMAND
 
 RUNBOOKS = ROOT / "docs" / "runbooks"
