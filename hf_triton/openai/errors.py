@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 
 from hf_triton.errors import CODES, clip
 from hf_triton.protocol.validation import suggest
-from hf_triton.server import first_sentence
+from hf_triton.server import NOT_HEALTHY, first_sentence
 
 if TYPE_CHECKING:  # the commands read errors too, and need no FastAPI
     from fastapi import FastAPI, Request
@@ -229,6 +229,8 @@ def triton_error(message: str, names: Mapping[str, str], fields: Collection[str]
     """
     coded = _CODED.search(message)
     if coded is None:
+        if NOT_HEALTHY.search(message):
+            return ApiError(503, "the model's process has ended: send the request again later", code="engine_failed")
         sentence = (
             _REQUEST_ID.sub("", message).partition("\n")[0] if status < 500 else "the server failed on this request"
         )

@@ -7,7 +7,7 @@ import pytest
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from hf_triton.hub.failures import FOLDER_HINT
-from hf_triton.openai.errors import ApiError, in_names, load_reason, logged_reason
+from hf_triton.openai.errors import ApiError, in_names, load_reason, logged_reason, triton_error
 from hf_triton.openai.triton_messages import Folder, Generation, TextRequest, infer_request
 
 TRITON = "failed to load 'm' version 1: Internal: TritonModelException: path_not_found: {}\n\nAt:\n  /srv/models/m/1"
@@ -38,6 +38,12 @@ def test_a_path_of_the_host_does_not(path: str) -> None:
 
 def test_the_log_names_it() -> None:
     assert logged_reason(TRITON.format("there is no /srv/m: x")) == "there is no /srv/m: x"
+
+
+@pytest.mark.parametrize("before", ["", "Failed to process the request(s) for model 'text_0', message: "])
+def test_a_process_that_has_died_is_for_another_time(before: str) -> None:
+    error = triton_error(f"{before}Stub process 'text_0' is not healthy.", {}, ())
+    assert (error.status_code, error.code) == (503, "engine_failed")
 
 
 @pytest.mark.parametrize("name", ["messages", "input"])
