@@ -80,7 +80,6 @@ def bench(
     try:
         gateway.start()
         gateway.wait_until_started()
-        gateway.wait_until_connected()
         for level in concurrency:
             click.echo(f"{name}: {requests} requests, {level} at a time ...", err=True)
             report = folder / f"concurrency-{level}"

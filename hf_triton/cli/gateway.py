@@ -22,8 +22,6 @@ from hf_triton.openai.triton_headers import read_headers
 from hf_triton.server import delayed_signals, describe_log, describe_status, end_with_parent, open_local, read_log
 
 START_LIMIT_S: Final = 60.0
-CONNECT_LIMIT_S: Final = 2.0
-ANSWERS_PER_WORKER: Final = 4
 STOP_GRACE_S: Final = 5.0
 """Beyond what it gives its requests in flight."""
 
@@ -81,17 +79,6 @@ class GatewayProcess:
             if time.monotonic() > deadline:
                 raise ServerError("gateway_failed", f"the OpenAI gateway did not start within {START_LIMIT_S:g} s")
             time.sleep(0.05)
-
-    def wait_until_connected(self) -> None:
-        """Give each worker the time to find Triton, which it looks for once a second.
-
-        It returns after `CONNECT_LIMIT_S` in any case: while a folder has failed, Triton is not ready.
-        """
-        deadline = time.monotonic() + CONNECT_LIMIT_S
-        num_answers = 0  # any worker may give one
-        while num_answers < ANSWERS_PER_WORKER * self.config.workers and time.monotonic() < deadline:
-            num_answers = num_answers + 1 if self._health() == 200 else 0
-            time.sleep(0.01 if num_answers else 0.5)  # each refusal is a line of the log
 
     def _health(self) -> int:
         """The HTTP status of its health; 0 if it does not answer."""

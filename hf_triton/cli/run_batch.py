@@ -210,7 +210,6 @@ def _gateway(url: str | None, model: str | None, settings: Mapping[str, str]) ->
         stack.callback(gateway.stop)
         gateway.start()
         gateway.wait_until_started()
-        gateway.wait_until_connected()
         yield f"http://127.0.0.1:{gateway.config.port}", name
 
 

@@ -221,8 +221,6 @@ def _running(server: TritonServer, gateway: GatewayProcess | None, states: Model
         if gateway is not None:
             gateway.wait_until_started()  # a matter of seconds, unlike the models
         server.wait_until_started(check)
-        if gateway is not None:
-            gateway.wait_until_connected()
         yield
     finally:
         grace_s = 0.0  # a second Ctrl+C ends both at once

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import re
 import ssl
 from collections.abc import Mapping
@@ -22,10 +24,12 @@ CHANNEL_OPTIONS: Final[tuple[tuple[str, Any], ...]] = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 5000),  # how long an attempt to connect may take
-    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.max_reconnect_backoff_ms", 500),
     ("grpc.keepalive_time_ms", 20_000),  # Triton drops a connection at the third ping without data
     ("grpc.keepalive_timeout_ms", 10_000),
 )
+RECONNECT_LIMIT_S: Final = 1.0
+"""Beyond the longest time between two attempts to connect."""
 PROBLEMS: Final[Mapping[str, str]] = {
     "DNS": "there is no such host",
     "name resolution": "there is no such host",
@@ -120,6 +124,21 @@ class Endpoint:
         if NO_GRPC.search(details):
             return NOT_PLAIN if self.tls is None else NOT_TAKEN
         return None
+
+
+async def wait_for_attempt(channel: grpc.aio.Channel) -> None:
+    """Wait for the next attempt of a channel that could not connect: until then calls fail, though Triton may be there.
+
+    Args:
+        channel: Of the running event loop.
+    """
+    import grpc
+
+    failed = grpc.ChannelConnectivity.TRANSIENT_FAILURE
+    if channel.get_state() is failed:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(RECONNECT_LIMIT_S):
+                await channel.wait_for_state_change(failed)
 
 
 def _read_tls(address: TritonAddress) -> Tls:

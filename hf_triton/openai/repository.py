@@ -16,7 +16,7 @@ import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from hf_triton.errors import clip
-from hf_triton.openai.endpoint import Endpoint
+from hf_triton.openai.endpoint import Endpoint, wait_for_attempt
 from hf_triton.openai.errors import ApiError, load_reason, logged_reason
 from hf_triton.openai.on_demand import Activity
 from hf_triton.openai.triton import CONTROL_TIMEOUT_S, RESTRICTED
@@ -55,6 +55,7 @@ class TritonRepository:
         Raises:
             ApiError: It does not, or cannot be reached.
         """
+        await wait_for_attempt(self._channel)
         request = service_pb2.RepositoryModelUnloadRequest(model_name="")  # refused or ignored, by the mode
         try:
             await self._stub.RepositoryModelUnload(request, timeout=CONTROL_TIMEOUT_S, metadata=self._headers)
@@ -72,6 +73,7 @@ class TritonRepository:
 
     async def _states(self) -> dict[str, str]:
         """Triton's state of each folder; empty if it was never loaded."""
+        await wait_for_attempt(self._channel)
         try:
             index = await self._stub.RepositoryIndex(
                 service_pb2.RepositoryIndexRequest(), timeout=CONTROL_TIMEOUT_S, metadata=self._headers
@@ -121,6 +123,7 @@ class TritonRepository:
                 LOG.warning("%s", error.logged)
 
     async def _load(self, name: str) -> None:
+        await wait_for_attempt(self._channel)
         try:
             await self._stub.RepositoryModelLoad(
                 service_pb2.RepositoryModelLoadRequest(model_name=name), metadata=self._headers

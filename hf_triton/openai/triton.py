@@ -18,7 +18,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from hf_triton.errors import clip
 from hf_triton.openai.accounts import Tally, allows_model, check_model
-from hf_triton.openai.endpoint import Endpoint
+from hf_triton.openai.endpoint import Endpoint, wait_for_attempt
 from hf_triton.openai.errors import ApiError, load_reason, model_not_found, triton_error
 from hf_triton.openai.hints import pass_over
 from hf_triton.openai.model_infos import ModelInfos
@@ -105,6 +105,7 @@ class TritonModels:
 
     async def is_ready(self) -> bool:
         """Whether Triton answers that it is ready; with loading on demand, that it lives."""
+        await wait_for_attempt(self._channel)
         try:
             if self._on_demand is not None:  # Triton is not ready while a model is loading, or has failed
                 request = service_pb2.ServerLiveRequest()
@@ -176,6 +177,7 @@ class TritonModels:
 
     async def _index(self, *, is_ready: bool = False) -> Sequence[Any]:
         """Triton's index: every folder with its state, or those that are ready."""
+        await wait_for_attempt(self._channel)
         request = service_pb2.RepositoryIndexRequest(ready=is_ready)
         answer = await self._stub.RepositoryIndex(request, timeout=CONTROL_TIMEOUT_S, metadata=self._headers)
         return list(answer.models)
@@ -316,6 +318,7 @@ class TritonModels:
             responses = [response async for response in self._stream(folder, generation, timeout_s, is_stream=False)]
             return responses[-1]
         message = infer_request(folder, generation, is_stream=False)
+        await wait_for_attempt(self._channel)
         try:
             return read_outputs(await self._stub.ModelInfer(message, timeout=timeout_s, metadata=self._call_headers()))
         except grpc.aio.AioRpcError as error:
@@ -356,6 +359,7 @@ class TritonModels:
         self, folder: Folder, generation: Generation | TextRequest, timeout_s: float, *, is_stream: bool
     ) -> AsyncGenerator[Outputs]:
         message = infer_request(folder, generation, is_stream=is_stream)
+        await wait_for_attempt(self._channel)
         call = self._stub.ModelStreamInfer(timeout=timeout_s, metadata=self._call_headers())
         try:
             await call.write(message)

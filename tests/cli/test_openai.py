@@ -148,14 +148,19 @@ def test_keys_are_asked_for_and_a_proxy_is_not_used(tmp_path: Path) -> None:
 def test_a_gateway_alone_waits_for_triton(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
     make_folder(tmp_path / "repository", "mine", huggingface_model=DEMO)
     http, grpc, metrics, port = free_ports(4)
-    gateway = subprocess.Popen([COMMAND, "openai", f"--triton=127.0.0.1:{grpc}", f"--port={port}"])
+    gateway = subprocess.Popen([COMMAND, "openai", f"--triton=127.0.0.1:{grpc}", f"--port={port}", "--workers=2"])
     url = f"http://127.0.0.1:{port}"
     try:
         wait_for_status(f"{url}/health", 503)
-        assert status(f"{url}/v1/completions", {"model": "mine", "prompt": "a"}) == 503
-        with TritonServer(tmp_path / "repository", ports=(http, grpc, metrics)):
-            wait_for_status(f"{url}/health", 200)
-            assert status(f"{url}/v1/completions", {"model": "mine", "prompt": "a"}) == 200
+        with ThreadPoolExecutor(8) as pool:  # each worker gets some, and is refused by Triton
+
+            def ask(_: int) -> int:
+                return status(f"{url}/v1/completions", {"model": "mine", "prompt": "a"})
+
+            assert set(pool.map(ask, range(16))) == {503}
+            with TritonServer(tmp_path / "repository", ports=(http, grpc, metrics)):
+                assert set(pool.map(ask, range(16))) == {200}
+                assert status(f"{url}/health") == 200
         wait_for_status(f"{url}/health", 503)
     finally:
         gateway.send_signal(signal.SIGINT)

@@ -17,7 +17,7 @@ from typing import Final
 from hf_triton.server import free_ports
 from tests.support.client import Reply, post
 from tests.support.haproxy import Front, haproxy
-from tests.support.serving import PORTS, Serving
+from tests.support.serving import PORTS, Serving, wait_until_gone
 from tests.support.traffic import Clients
 
 MODEL: Final = "text"
@@ -66,8 +66,10 @@ class Replica:
 
     def kill(self) -> None:
         """End it at once, as a machine that is gone."""
+        children = self.serving.descendants()
         self.signal(signal.SIGKILL)
         self.serving.process.wait(30)
+        wait_until_gone(children)  # one that waits for a core to end on still has its ports
 
     def stop(self) -> int:
         """Stop it as its supervisor does."""
