@@ -41,7 +41,7 @@ from hf_triton.protocol.thinking import SWITCHES
 router = APIRouter(route_class=JsonRoute)
 TEXT_OPTIONS: Final = ("tools", "tool_choice", "chat_template_kwargs", "reasoning_effort")
 BOOLEAN_OPTIONS: Final = ("parallel_tool_calls", "add_generation_prompt", "continue_final_message")
-RETURNS: Final = (*("message", "finish_reason", "stop_string"), *COUNTS)
+RETURNS: Final = (*("message", "finish_reason", "stop_string", "num_reasoning_tokens"), *COUNTS)
 
 
 class ChatRequest(GenerationFields):

@@ -146,7 +146,7 @@ class GatewayConfig(TritonAddress):
     so with several workers."""
 
     max_stored_bytes: Count = 32 << 20
-    """Bytes of JSON that they may be together; the oldest makes room."""
+    """Bytes of JSON that they may be together; the oldest of the key that has most makes room."""
 
     store_for_s: Seconds = 24 * 3600.0
     """How long one is kept, in seconds."""

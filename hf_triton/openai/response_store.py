@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +42,7 @@ class _Entry:
 
 
 class ResponseStore:
-    """Belongs to one event loop. The oldest response makes room for a new one.
+    """Belongs to one event loop. The oldest response of the key that has most makes room for a new one.
 
     Args:
         max_responses: How many are kept; 0: none.
@@ -99,11 +100,20 @@ class ResponseStore:
 
     def _drop_old(self) -> None:
         now_s = self._clock()
-        for name, entry in list(self._entries.items()):
-            is_full = len(self._entries) > self._max_responses or self._num_bytes > self._max_bytes
-            if not is_full and entry.until_s > now_s:
-                return
+        for name in [name for name, entry in self._entries.items() if entry.until_s <= now_s]:
             self._drop(name)
+        while len(self._entries) > self._max_responses:
+            self._drop(self._oldest_of_most(lambda entry: 1))
+        while self._num_bytes > self._max_bytes:
+            self._drop(self._oldest_of_most(lambda entry: entry.num_bytes))
+
+    def _oldest_of_most(self, weigh: Callable[[_Entry], int]) -> str:
+        """The oldest response of the key whose responses weigh most together."""
+        weights: Counter[bytes] = Counter()
+        for entry in self._entries.values():
+            weights[entry.owner] += weigh(entry)
+        [(owner, _)] = weights.most_common(1)
+        return next(name for name, entry in self._entries.items() if entry.owner == owner)
 
     def _missing(self, name: str, param: str) -> ApiError:
         code = "previous_response_not_found" if param == "previous_response_id" else "not_found"

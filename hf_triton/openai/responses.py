@@ -300,7 +300,9 @@ def _ending(items: ResponseItems, blocks: Sequence[Block], outputs: Outputs) -> 
                 "cache_write_tokens": 0,
             },
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {
+                "reasoning_tokens": usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0),
+            },
             "total_tokens": usage["total_tokens"],
         },
     }

@@ -71,6 +71,10 @@ class RequestOptions(BaseModel):
     return_num_cached_tokens: bool | None = None
     """Whether to fill the output `num_cached_tokens`: how many tokens of the prompt came from the prefix cache."""
 
+    return_num_reasoning_tokens: bool | None = None
+    """Whether to fill the output `num_reasoning_tokens`: how many tokens the message's `reasoning_content` has, as the
+    tokenizer divides it, without tags. Needs `return_message`; otherwise 0."""
+
     return_cumulative_logprob: bool | None = None
     """Whether to fill the output `cumulative_logprob`, the sum of the log probabilities of the completion's tokens."""
 

@@ -29,6 +29,7 @@ OUTPUTS: Final[Mapping[str, str]] = {
     "num_input_tokens": "TYPE_UINT32",
     "num_output_tokens": "TYPE_UINT32",
     "num_cached_tokens": "TYPE_UINT32",
+    "num_reasoning_tokens": "TYPE_UINT32",
     MESSAGE: "TYPE_STRING",
     "prompt_token_ids": "TYPE_STRING",
     "token_ids": "TYPE_STRING",

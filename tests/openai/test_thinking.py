@@ -120,6 +120,25 @@ def test_thinking_uses_up_the_tokens(openai_agent: openai.OpenAI) -> None:
     assert (cut.message.model_extra or {})["reasoning_content"].startswith("so so so")
 
 
+def test_tokens_of_reasoning_are_counted(openai_agent: openai.OpenAI, responses: Any) -> None:
+    said = f"say:{THOUGHT}{ANSWER}"
+    url = f"{str(openai_agent.base_url).removesuffix('v1/')}tokenize"
+    body = {"model": "harmony", "prompt": UNCUT[0], "add_special_tokens": False}
+    num_tokens = httpx.post(url, json=body).json()["count"]
+    asked: dict[str, Any] = {"model": "harmony", "messages": [{"role": "user", "content": said}]}
+    whole = openai_agent.chat.completions.create(**asked, n=2)
+    *_, last = openai_agent.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    for usage, num_choices in ((whole.usage, 2), (last.usage, 1)):
+        assert usage
+        assert usage.completion_tokens_details
+        assert usage.completion_tokens_details.reasoning_tokens == num_choices * num_tokens < usage.completion_tokens
+    quick = openai_agent.chat.completions.create(**asked, reasoning_effort="none")
+    assert quick.usage
+    assert quick.usage.completion_tokens_details is None
+    details = responses.create(model="harmony", input=said).usage.output_tokens_details
+    assert details.reasoning_tokens == num_tokens
+
+
 def test_responses(responses: Any) -> None:
     asked = {"model": "free", **BODIES[RESPONSES], "extra_body": {"thinking_budget": 7}}
     answer = responses.create(**asked)

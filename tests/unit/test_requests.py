@@ -74,6 +74,7 @@ def test_an_empty_config_gets_prompts_arrays_and_all_but_the_legacy_output() -> 
         {"name": "num_input_tokens", "data_type": "TYPE_UINT32", "dims": [-1]},
         {"name": "num_output_tokens", "data_type": "TYPE_UINT32", "dims": [-1]},
         {"name": "num_cached_tokens", "data_type": "TYPE_UINT32", "dims": [-1]},
+        {"name": "num_reasoning_tokens", "data_type": "TYPE_UINT32", "dims": [-1]},
         {"name": "message", "data_type": "TYPE_STRING", "dims": [-1]},
         {"name": "prompt_token_ids", "data_type": "TYPE_STRING", "dims": [-1]},
         {"name": "token_ids", "data_type": "TYPE_STRING", "dims": [-1]},

@@ -54,6 +54,16 @@ def test_bytes_are_bounded_conversations_included() -> None:
     assert has(store, "g")
 
 
+@pytest.mark.parametrize("bounds", [(4, 100_000), (100, 600)])
+def test_a_busy_key_leaves_others_theirs(bounds: tuple[int, int]) -> None:
+    store = ResponseStore(*bounds, 60.0)
+    store.put(stored("mine"), b"one")
+    for name in "abcdefgh":
+        store.put(stored(name), b"two")
+    assert has(store, "mine", b"one")
+    assert [has(store, name, b"two") for name in "agh"] == [False, True, True]
+
+
 def test_time_is_bounded() -> None:
     clock = Clock()
     store = ResponseStore(10, 10_000, 60.0, clock)

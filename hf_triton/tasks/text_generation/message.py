@@ -16,6 +16,7 @@ from typing import Any, Final
 from hf_triton.protocol.custom_tools import CUSTOM, INPUT, input_of
 from hf_triton.protocol.thinking import Thinking
 
+REASONING_CONTENT: Final = "reasoning_content"
 ALPHANUMERIC: Final = string.ascii_letters + string.digits
 
 
@@ -55,7 +56,7 @@ class MessageReader:
         """What was read since the last call, as the delta of a stream."""
         delta: dict[str, Any] = {}
         if self._reasoning:
-            delta["reasoning_content"] = self._reasoning
+            delta[REASONING_CONTENT] = self._reasoning
         if self._content:
             delta["content"] = self._content
         if self._calls:
@@ -67,8 +68,8 @@ class MessageReader:
         """The whole message, of a completion of which nothing was taken."""
         delta = self.take()
         message = {"role": "assistant", "content": delta.get("content", None if delta else "")}
-        if "reasoning_content" in delta:
-            message["reasoning_content"] = delta["reasoning_content"]
+        if REASONING_CONTENT in delta:
+            message[REASONING_CONTENT] = delta[REASONING_CONTENT]
         if "tool_calls" in delta:
             message["tool_calls"] = [
                 {name: value for name, value in call.items() if name != "index"} for call in delta["tool_calls"]

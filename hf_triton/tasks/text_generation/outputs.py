@@ -43,6 +43,8 @@ class Piece:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     message: dict[str, Any] = field(default_factory=dict)
+    reasoning: str = ""
+    """The whole message's, known at its end."""
     stop_string: str = ""
     """The one that ended the completion, or ""."""
     completion: Completion = UNFINISHED
@@ -94,6 +96,7 @@ class OutputEncoder:
             "num_input_tokens": lambda: len(prompt.ids),
             "num_output_tokens": lambda: len(completion.token_ids),
             "num_cached_tokens": lambda: completion.num_cached,
+            "num_reasoning_tokens": lambda: min(self._num_tokens(piece.reasoning), len(completion.token_ids)),
             "prompt_token_ids": lambda: json.dumps(prompt.ids),
             "token_ids": lambda: json.dumps(piece.token_ids),
             "cumulative_logprob": lambda: sum(each.logprob for each in completion.logprobs or ()),
@@ -102,6 +105,9 @@ class OutputEncoder:
             JSON_OUTPUT: lambda: self._json(prompt, piece.text),
         }
         return {name: values[name]() for name in names}
+
+    def _num_tokens(self, text: str) -> int:
+        return len(self._preparer.codec.encode(text, 0, adds_special_tokens=False)) if text else 0
 
     def _json(self, prompt: PreparedPrompt, text: str) -> str:
         """The output `output`: a completion's text in MLServer's form, or a prompt's tokens."""

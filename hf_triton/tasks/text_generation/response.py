@@ -21,7 +21,7 @@ from hf_triton.sampling.types import LogitsProcessor, TokenLogprobs
 from hf_triton.tasks.interface import ResponseConfig
 from hf_triton.tasks.request import InferenceRequest
 from hf_triton.tasks.text_generation.detokenizer import MarkedTextStream, TextStream, up_to_stop
-from hf_triton.tasks.text_generation.message import MessagePlan, MessageReader
+from hf_triton.tasks.text_generation.message import REASONING_CONTENT, MessagePlan, MessageReader
 from hf_triton.tasks.text_generation.outputs import OutputEncoder, Piece
 from hf_triton.tasks.text_generation.prepare import PreparedPrompt, PromptPreparer
 
@@ -47,6 +47,8 @@ class _Writing:
     piece: Piece = field(default_factory=Piece)
     """What is new since the last send."""
     num_sent_tokens: int = 0
+    reasoning: str = ""
+    """The message's so far."""
 
     def take_piece(self) -> Piece:
         """What is new, which is sent now."""
@@ -66,7 +68,9 @@ class _Writing:
         self.reader.feed(text)
         if ended_by is not None:
             self.reader.finish(is_cut=ended_by in CUT)
-        return self.reader.take()
+        delta = self.reader.take()
+        self.reasoning += delta.get(REASONING_CONTENT, "")
+        return delta
 
 
 class GenerationResponse(SequenceListener):
@@ -329,16 +333,19 @@ class GenerationResponse(SequenceListener):
             rest, num_sent = writing.stream.finish(), writing.num_sent_tokens
             text, stop_string = writing.unsent + rest, writing.stream.stop_string
             message = writing.read(_marked(writing.stream, rest), completion.finish_reason)
+            reasoning = writing.reasoning
         else:  # not from `writing`: `best_of` has reordered the completions
             whole = self._codec.continuation(prompt.preceding_ids, completion.token_ids)
             new, stop_string = up_to_stop(whole, prompt.asked.stop_strings, includes_stop=prompt.asked.includes_stop)
             message = {} if prompt.message_plan is None else self._message(prompt, prompt.message_plan, new, completion)
+            reasoning = message.get(REASONING_CONTENT, "")
             text, num_sent = prompt.text + self._hooks.postprocess(new), 0
         return Piece(
             text,
             token_ids=completion.token_ids[num_sent:],
             logprobs=(completion.logprobs or [])[num_sent:],
             message=message,
+            reasoning=reasoning,
             stop_string=stop_string,
             completion=completion,
         )
