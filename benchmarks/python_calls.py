@@ -2,9 +2,11 @@
 """Python calls of the package's own code in a decoding step of one sequence: `python benchmarks/python_calls.py`.
 
 What a step costs beside the model's own operations, as a number that does not depend on what else the machine does.
-The continuous engine runs the model of `benchmarks/engine.py` alone, and beside a process that is busy on the same
-cores. Calls of C functions, of torch and of transformers are not counted, nor methods that `dataclass` generates; each
-time that a generator resumes is. Only the linear kernels, which are chosen by their time at load, differ between runs.
+The continuous engine runs a Llama of two small layers, for which no kernel is compiled; and the model of
+`benchmarks/engine.py`, of eight layers, alone and beside a process that is busy on the same cores. Calls of C
+functions, of torch and of transformers are not counted, nor methods that `dataclass` generates; each time that a
+generator resumes is. Runs differ in what is looked at by time (`cgroups.py`, `budget.py`, `threads.py`), and in how
+many linear layers take our kernel, which is chosen by its time at load.
 """
 
 from __future__ import annotations
@@ -20,13 +22,15 @@ from pathlib import Path
 from types import CodeType, FrameType
 
 import click
-from engine import apart, build_packed_model
+from engine import accelerate, apart, build_packed_model
 from inside import run_requests
+from transformers import LlamaForCausalLM
 
 import hf_triton
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.types import Observer
 from hf_triton.runner.cpu import threads
+from hf_triton.testing import build_tiny_checkpoint
 
 PACKAGE = Path(hf_triton.__file__).parent
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
@@ -83,6 +87,13 @@ def count_calls(model: object) -> dict[str, float]:
     return counter.calls_per_step()
 
 
+def build_small_model(folder: Path) -> LlamaForCausalLM:
+    """A Llama of the tests, as the server runs it."""
+    model = LlamaForCausalLM.from_pretrained(build_tiny_checkpoint(folder, "llama")).eval()
+    accelerate(model)
+    return model
+
+
 @contextmanager
 def busy_neighbour(folder: Path) -> Iterator[None]:
     """While it is entered, another process is busy on the same cores."""
@@ -98,14 +109,21 @@ def main() -> None:
     """Count, and print a table."""
     model = apart(build_packed_model)
     with tempfile.TemporaryDirectory() as folder:
-        threads.SHARED = Path(folder)  # other models of this machine are not counted
-        alone = count_calls(model)
+        threads.SHARED = Path(folder) / "shared"  # other models of this machine are not counted
+        threads.SHARED.mkdir()
+        columns = {
+            "two layers": count_calls(apart(lambda: build_small_model(Path(folder) / "small"))),
+            "eight layers": count_calls(model),
+        }
         with busy_neighbour(threads.SHARED):
-            beside = count_calls(model)
-    print(f"{'calls per step':34}{'alone':>12}{'busy neighbour':>16}")
-    for file in sorted(alone | beside, key=lambda file: alone.get(file, 0), reverse=True):
-        print(f"{file:34}{alone.get(file, 0):>12.1f}{beside.get(file, 0):>16.1f}")
-    print(f"{'all':34}{sum(alone.values()):>12.1f}{sum(beside.values()):>16.1f}")
+            columns["busy neighbour"] = count_calls(model)
+    print(f"{'calls per step':34}" + "".join(f"{name:>16}" for name in columns))
+    most = Counter[str]()
+    for calls in columns.values():
+        most |= Counter(calls)
+    for file, _ in most.most_common():
+        print(f"{file:34}" + "".join(f"{calls.get(file, 0):>16.1f}" for calls in columns.values()))
+    print(f"{'all':34}" + "".join(f"{sum(calls.values()):>16.1f}" for calls in columns.values()))
 
 
 if __name__ == "__main__":

@@ -64,10 +64,10 @@ class BlockMemory:
         self._num_slots = num_slots
         if self._is_fixed:
             return
-        states = num_slots * self._slot_tokens
-        allowed = self.budget.tokens(self.pool.num_touched * self.block_size + states) - states
+        states, num_touched = num_slots * self._slot_tokens, self.pool.num_touched
+        allowed = self.budget.tokens(num_touched * self.block_size + states) - states
         self.pool.max_touched = max(0, allowed) // self.block_size
-        if self.pool.num_touched > self.pool.max_touched:
+        if num_touched > self.pool.max_touched:
             self._give_back(self.pool.trim(self.pool.max_touched))
 
     def num_blocks(self, num_tokens: int) -> int:

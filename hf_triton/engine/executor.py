@@ -81,40 +81,34 @@ class Executor:
 
     def _launch(self, step: Step, pending: InflightStep | None) -> InflightStep:
         logits = self._runner.run(step, pending.tokens() if pending else None)
-        are_finite = self._are_finite(step.full_blocks)
+        are_finite = self._are_finite(step.full_blocks) if step.full_blocks else None
+        first = 0  # of a range's rows of logits
         rows: list[int] = []
         sequence_ids: list[int] = []
         scores: dict[int, PendingLogprobs] = {}
-        for part, first in _first_rows(step):
+        for part in step.ranges:
             if part.num_top_logprobs is not None:
                 scored = logits[first : first + part.num_scored]
                 tokens = to_index(self._scored_tokens(part), logits.device)
                 scores[part.sequence_id] = PendingLogprobs(scored, tokens, part.num_top_logprobs)
             rows += [first + part.num_scored] * len(part.samples)
             sequence_ids += part.samples
+            first += part.num_scored + bool(part.samples)
         if not rows:
             return InflightStep(step, (), None, scores, are_finite)
         if rows != list(range(len(logits))):
             logits = logits[to_index(rows, logits.device)]
         samplers = [self.samplers[number] for number in sequence_ids]
-        ahead = set(pending.sequence_ids) if pending else set()
-        sampled = SampledTokens(logits, samplers, [int(number in ahead) for number in sequence_ids])
+        num_ahead = [int(number in pending.sequence_ids) for number in sequence_ids] if pending else 0
+        sampled = SampledTokens(logits, samplers, num_ahead)
         return InflightStep(step, tuple(sequence_ids), sampled, scores, are_finite)
 
     def _are_finite(self, blocks: tuple[int, ...]) -> ToHost | None:
         """By the last layer, to which NaN and infinity spread."""
-        layers = list(self._runner.cache.blocks()) if blocks else []
+        layers = list(self._runner.cache.blocks())
         return ToHost(layers[-1].are_finite(blocks)) if layers else None
 
     def _scored_tokens(self, part: TokenRange) -> list[int]:
         """The prompt tokens behind the first `num_scored` tokens of a range."""
         prompt_ids = self.samplers[part.sequence_id].prompt_ids
         return list(prompt_ids[part.start + 1 : part.start + 1 + part.num_scored])
-
-
-def _first_rows(step: Step) -> Iterator[tuple[TokenRange, int]]:
-    """Each range, and the first of its rows of logits."""
-    row = 0
-    for part in step.ranges:
-        yield part, row
-        row += part.num_scored + bool(part.samples)

@@ -125,24 +125,34 @@ class Scheduler:
         self._ranges, self._wait_s = {}, 0.0
         self._drop_ended()
         self._start_groups()
-        self._memory.refresh(self._num_slots())
-        self._make_way_for_trials()
+        self._memory.refresh(self._num_slots() if self._traits.has_states else 0)
+        if self.waiting:
+            self._make_way_for_trials()
         for sequence in list(self.running):
             if sequence.is_decoding and sequence.id not in self._awaiting and self._reserve(sequence, 1):
                 self._compute(sequence, 1)
         num_decodes = len(self._ranges)
+        if self.waiting or num_decodes < len(self.running):
+            self._schedule_contexts(num_decodes)
+        else:
+            self._cuts_context = False
+        return self._step()
+
+    def _schedule_contexts(self, num_decodes: int) -> None:
+        """Add chunks of contexts to a step in which so many sequences decode."""
         self._budget = self._num_left = self._traits.chunk_sizes.budget(num_decodes)
         short = [sequence for sequence in self.waiting if self._is_short(sequence)] if self._cuts_context else []
-        has_passed = self._compute_chunks(self._admit(short), is_decoding=num_decodes > 0)
-        if not has_passed:
+        self._cuts_context = False
+        if not (short and self._compute_chunks(self._admit(short), is_decoding=num_decodes > 0)):
             self._compute_chunks(self._contexts(), is_decoding=num_decodes > 0)
-        self._cuts_context = not has_passed and any(not part.samples for part in self._ranges.values())
-        return self._step()
+            self._cuts_context = any(not part.samples for part in self._ranges.values())
 
     def _contexts(self) -> Iterator[Sequence]:
         """Running sequences whose context is not computed yet, and waiting ones as they are admitted."""
-        begun = [sequence for sequence in self.running if sequence.id not in self._ranges and sequence.num_missing]
-        yield from (each for each in begun if each in self.running and each.id not in self._awaiting)
+        for sequence in list(self.running):
+            sits_out = sequence.id in self._ranges or sequence.id in self._awaiting or sequence not in self.running
+            if not sits_out and sequence.num_missing:
+                yield sequence
         yield from self._admit(list(self.waiting))
 
     def _compute_chunks(self, contexts: Iterable[Sequence], *, is_decoding: bool) -> bool:
@@ -216,7 +226,9 @@ class Scheduler:
         self._awaiting = set()
         if not self._ranges:
             return Step(wait_s=self._wait_s)
-        ranges = sorted(self._ranges.values(), key=lambda part: (not part.is_decode, part.slot))
+        ranges = list(self._ranges.values())
+        if len(ranges) > 1:
+            ranges.sort(key=lambda part: (not part.is_decode, part.slot))
         stays = self._traits.runs_ahead and self._can_run_ahead(ranges)
         step = Step(
             tuple(ranges),
@@ -229,7 +241,8 @@ class Scheduler:
         )
         self._ranges = {}
         self._unread.append(step)
-        self._end_copies(self._block_copies)
+        if self._block_copies:
+            self._end_copies(self._block_copies)
         self._begin_notes()
         return step
 
@@ -283,8 +296,6 @@ class Scheduler:
 
     def _admit(self, waiting: list[Sequence]) -> Iterator[Sequence]:
         """Admit waiting sequences in order while they fit and are of the same trial."""
-        if not waiting:
-            return
         num_slots, trial = self._num_slots(), self._trial()
         num_promised = sum(self._num_needed(sequence) for sequence in self.running)
         for sequence in waiting:
@@ -310,18 +321,18 @@ class Scheduler:
 
     def _trial(self) -> int:
         """The trial of the running sequences; 0: all have passed where they failed."""
-        return max((sequence.trial for sequence in self.running), default=0)
+        return max([sequence.trial for sequence in self.running], default=0)
 
     def _make_way_for_trials(self) -> None:
         """Once a trial is over, the sequences of the next one take the place of those that have passed."""
-        is_next = self.running and not self._trial() and any(sequence.trial for sequence in self.waiting)
-        if is_next and self._traits.recomputes:
+        is_over = self.running and not self._trial()
+        if is_over and self._traits.recomputes and any(sequence.trial for sequence in self.waiting):
             self.preempt(list(self.running))
             self.waiting = deque(sorted(self.waiting, key=lambda sequence: not sequence.trial))
 
     def _num_slots(self) -> int:
         """Running sequences, with those that wait for one of them to compute their prompt."""
-        return sum(1 + len(sequence.siblings) for sequence in self.running)
+        return sum([1 + len(sequence.siblings) for sequence in self.running])
 
     def _num_needed(self, sequence: Sequence) -> int:
         """Blocks that a sequence takes yet for its context and next token; to its end, if it cannot be recomputed."""
@@ -371,8 +382,10 @@ class Scheduler:
         for part in output.step.ranges:
             sequence = self._sequences.get(part.sequence_id)
             if sequence and sequence.blocks[: len(part.block_table)] == part.block_table:  # not preempted since
-                self._prefixes.publish(sequence, part, output.finite_blocks)
-                self._add_scores(sequence, part, output)
+                if output.step.full_blocks:
+                    self._prefixes.publish(sequence, part, output.finite_blocks)
+                if sequence.wants_scores:
+                    self._add_scores(sequence, part, output)
                 if len(part.samples) > 1:
                     self._share_blocks(sequence, part.end)
         num_known = 0
@@ -390,7 +403,7 @@ class Scheduler:
         """Give a sequence the token that was in flight."""
         sequence.num_inflight -= 1
         is_done = sequence.append(token)
-        if sequence.num_tokens > sequence.failed_length:
+        if sequence.trial and sequence.num_tokens > sequence.failed_length:
             sequence.trial = 0
         if is_done:
             self._end(sequence)
@@ -401,10 +414,9 @@ class Scheduler:
 
     def _add_scores(self, sequence: Sequence, part: TokenRange, output: StepOutput) -> None:
         """Note the log probabilities of prompt tokens; the group has them when all are known."""
-        if sequence.wants_scores:
-            sequence.prompt_scores += output.prompt_scores.get(sequence.id, [])
-            if part.end >= len(sequence.group.prompt_ids):
-                sequence.group.prompt_logprobs = sequence.prompt_scores
+        sequence.prompt_scores += output.prompt_scores.get(sequence.id, [])
+        if part.end >= len(sequence.group.prompt_ids):
+            sequence.group.prompt_logprobs = sequence.prompt_scores
 
     def _share_blocks(self, first: Sequence, num_tokens: int) -> None:
         """Let the sequences that waited for a prompt run on its blocks; the last, partial one is copied for each.

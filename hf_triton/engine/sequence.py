@@ -294,11 +294,6 @@ class Sequence:
         """The most tokens that the context may come to have."""
         return len(self.group.prompt_ids) + self.group.params.max_new_tokens
 
-    @property
-    def num_left(self) -> int:
-        """The most tokens that it may yet generate."""
-        return self.group.params.max_new_tokens - len(self.token_ids)
-
     def append(self, token: SampledToken) -> bool:
         """Append the next token; whether the sequence is done with it. The group finishes with its last sequence."""
         if self.is_done:
@@ -326,15 +321,15 @@ class Sequence:
         self.token_ids.append(token_id)
         if logprobs is not None:
             self.logprobs.append(logprobs)
-        if self._is_stopped(token_id, logprobs):
+        if self.group.listens_to_tokens and self._is_stopped(token_id, logprobs):
             return "stop_string"
         if self.sampler.is_complete:
             return "eos"
-        return None if self.num_left > 0 else "length"
+        return None if len(self.token_ids) < self.group.params.max_new_tokens else "length"
 
     def _is_stopped(self, token_id: int, logprobs: TokenLogprobs | None) -> bool:
         group = self.group
-        if not group.listens_to_tokens or group.params.num_beams > 1:  # beam search has asked `is_complete`
+        if group.params.num_beams > 1:  # beam search has asked `is_complete`
             return False
         try:
             with panics_as_errors():

@@ -141,7 +141,7 @@ class Worker(Generic[AnyGroup]):
         return not self._closing.is_set()
 
     def _has_work(self) -> bool:
-        return bool(self.queue) or self.is_busy() or self._closing.is_set()
+        return self.is_busy() or bool(self.queue) or self._closing.is_set()
 
     def _answer_all(self) -> None:
         with self.queue.changed:

@@ -155,7 +155,8 @@ def _attend_blocks(
     if not outputs or num < len(step.ranges):
         if not step.ranges:
             raise NotPackableError(UNKNOWN_STEP)
-        layer.write()
+        if not layer.is_written:
+            layer.write()
         assert layer.blocks is not None
         assert layer.new_keys is not None
         assert layer.new_values is not None

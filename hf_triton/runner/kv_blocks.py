@@ -53,7 +53,8 @@ class KVBlocks:
             first: A multiple of the block size.
         """
         blocks = table[first // self.block_size : -(-length // self.block_size)]
-        return _tokens(self.keys[blocks], length - first), _tokens(self.values[blocks], length - first)
+        keys, values = self.keys[blocks].transpose(0, 1), self.values[blocks].transpose(0, 1)
+        return keys.flatten(1, 2)[:, : length - first], values.flatten(1, 2)[:, : length - first]
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks, each from one to another; all are read before any is written."""
@@ -95,11 +96,6 @@ class KVBlocks:
             tensor = states.new_empty(shape)
         self._maps.append(buffer)
         return tensor
-
-
-def _tokens(blocks: torch.Tensor, length: int) -> torch.Tensor:
-    """`[blocks, heads, block size, size]` as `[heads, length, size]`."""
-    return blocks.transpose(0, 1).flatten(1, 2)[:, :length]
 
 
 def _runs(blocks: list[int]) -> Iterable[tuple[int, int]]:

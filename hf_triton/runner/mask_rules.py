@@ -117,7 +117,8 @@ def _parts(value: Any) -> Iterator[Any]:
             yield from _parts(each)
     elif hasattr(value, "__code__"):
         yield value.__code__
-        yield from _parts([cell.cell_contents for cell in value.__closure__ or ()])
+        if value.__closure__:
+            yield from _parts([cell.cell_contents for cell in value.__closure__])
     else:
         yield value
 

@@ -196,7 +196,9 @@ class ModelRunner:
         """
         for sequence in step.finished:
             self._adapter_of.pop(sequence, None)
-        self._adapter_of.update({new.sequence_id: new.adapter for new in step.admitted if new.adapter})
+        for new in step.admitted:
+            if new.adapter:
+                self._adapter_of[new.sequence_id] = new.adapter
         if step.block_copies:
             self.cache.copy_blocks(step.block_copies)
         if step.slot_copies:
@@ -210,12 +212,12 @@ class ModelRunner:
         """Logits of the wanted tokens: a graph's replay, or the model's forward."""
         step = StepTensors(ranges, self.block_size, self.device)
         rows = _logit_rows(ranges, step.bounds)
-        graph = self._find_graph(step, len(rows))
-        if graph is not None and self._graphs is not None:
-            self._graphs.load(step.numbers(graph.size, rows))
+        graphs = self._graphs
+        if graphs is not None and (graph := self._find_graph(graphs, step, len(rows))) is not None:
+            graphs.load(step.numbers(graph.size, rows))
             step.put_inflight(graph.step.token_ids, inflight)
             graph.graph.replay()
-            return self._graphs.outputs[: len(rows)]
+            return graphs.outputs[: len(rows)]
         return self._run_eagerly(step, rows or [0], inflight)[: len(rows)]  # kernels of linear layers need a row
 
     def _run_eagerly(self, step: StepTensors, rows: list[int], inflight: InflightTokens | None) -> torch.Tensor:
@@ -246,14 +248,14 @@ class ModelRunner:
         logits: torch.Tensor = output.logits.flatten(0, 1)
         return logits if keeps or rows is None else logits[rows.to(logits.device)]
 
-    def _find_graph(self, step: StepTensors, num_rows: int) -> StepGraph | None:
+    def _find_graph(self, graphs: StepGraphs, step: StepTensors, num_rows: int) -> StepGraph | None:
         """The graph of a step; None: it runs eagerly."""
-        if self._graphs is None or any(part.sequence_id in self._adapter_of for part in step.ranges):
+        if any(part.sequence_id in self._adapter_of for part in step.ranges):
             return None
         if self.switch_length is not None and any(part.context_length > self.switch_length for part in step.ranges):
             return None
         num_tables = sum(len(part.block_table) for part in step.ranges)
-        return self._graphs.find(step.num_tokens, len(step.ranges), num_rows, num_tables)
+        return graphs.find(step.num_tokens, len(step.ranges), num_rows, num_tables)
 
     def _choose_adapters(self, step: StepTensors, rows: list[int]) -> AbstractContextManager[None]:
         if self._adapters is None:

@@ -15,7 +15,7 @@ import torch
 
 from hf_triton.runner.device_step import DeviceStep, StepSize
 from hf_triton.runner.step import TokenRange
-from hf_triton.runner.transfer import array_to_device, to_index
+from hf_triton.runner.transfer import array_to_device
 
 
 @dataclass(frozen=True)
@@ -54,22 +54,19 @@ class StepTensors:
         self.num_decodes = next((at for at, part in enumerate(ranges) if not part.is_decode), len(ranges))
         """Ranges of one token behind cached ones, which come first."""
         self.ends = [part.end for part in ranges]
-        self.bounds = [0, *accumulate(part.num_tokens for part in ranges)]
+        self.bounds = [0, *accumulate([part.end - part.start for part in ranges])]
         """Range `i` has the tokens `[bounds[i]:bounds[i + 1]]` of the forward."""
+        self.num_tokens = self.bounds[-1]
+        """Tokens to compute."""
         self._device_steps = {} if device_step is None else {device: device_step}
         self._on: dict[tuple[torch.device, str], torch.Tensor] = {}
         self.masks: dict[Any, Any] = {}
         """Attention's own: masks of this forward."""
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens to compute."""
-        return self.bounds[-1]
-
     @cached_property
     def tables(self) -> torch.Tensor:
         """`[ranges, width]` int32 on the host: the blocks of each range's sequence."""
-        tables = np.zeros((len(self.ranges), max(len(part.block_table) for part in self.ranges)), np.int32)
+        tables = np.zeros((len(self.ranges), max([len(part.block_table) for part in self.ranges])), np.int32)
         for row, part in enumerate(self.ranges):
             tables[row, : len(part.block_table)] = part.block_table
         return torch.from_numpy(tables)
@@ -82,7 +79,7 @@ class StepTensors:
     @cached_property
     def slots(self) -> torch.Tensor:
         """`[tokens]` int64 on the host: block times block size plus the place in it, where each new token goes."""
-        blocks, places = np.divmod(self._positions, self.block_size)
+        blocks, places = np.divmod(self.positions, self.block_size)
         rows = np.repeat(np.arange(len(self.ranges)), np.diff(self.bounds))
         return torch.from_numpy(self.tables.numpy()[rows, blocks].astype(np.int64) * self.block_size + places)
 
@@ -103,7 +100,7 @@ class StepTensors:
 
     def numbers(self, size: StepSize, rows: Sequence[int] = ()) -> npt.NDArray[np.int64]:
         """What a GPU reads of this step; see `StepSize.fill`."""
-        return size.fill(self.ranges, self._positions, rows)
+        return size.fill(self.ranges, self.positions, rows)
 
     def device_step(self, device: torch.device, rows: Sequence[int] = ()) -> DeviceStep:
         """The numbers of this step on a GPU; `rows` are wanted from the first call."""
@@ -111,10 +108,6 @@ class StepTensors:
             size = StepSize(self.num_tokens, len(self.ranges), len(rows))
             self._device_steps[device] = size.split(array_to_device(self.numbers(size, rows), device))
         return self._device_steps[device]
-
-    def positions(self) -> torch.Tensor:
-        """`[tokens]` int64 on the host."""
-        return torch.from_numpy(self._positions)
 
     def token_ids(self) -> torch.Tensor:
         """`[tokens]` int64 on the host; 0 for those that the step in flight samples."""
@@ -140,10 +133,12 @@ class StepTensors:
         if self.device.type == "cuda":
             on_device = self.device_step(self.device, rows)
             return on_device.token_ids, on_device.positions, on_device.rows
-        return self.token_ids().to(self.device), self.positions().to(self.device), to_index(rows, self.device)
+        tensors = self.token_ids(), torch.from_numpy(self.positions), torch.tensor(rows)
+        return tensors[0].to(self.device), tensors[1].to(self.device), tensors[2].to(self.device)
 
     @cached_property
-    def _positions(self) -> npt.NDArray[np.int64]:
+    def positions(self) -> npt.NDArray[np.int64]:
+        """`[tokens]` on the host."""
         if self._counted is not None:
             return self._counted
         if self.num_decodes == len(self.ranges):

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -37,7 +36,7 @@ def attend_ranges(
     queries: torch.Tensor,
     rule: Rule,
     scoring: Scoring,
-) -> Iterator[torch.Tensor]:
+) -> list[torch.Tensor]:
     """The outputs of each range from `first` on, `[new, heads, size]`.
 
     Args:
@@ -50,6 +49,7 @@ def attend_ranges(
         scoring: Of the layer.
     """
     tables, size = step.on(queries.device, "tables"), rule.window.size if rule.window else 0
+    outputs = []
     for number in range(first, len(step.ranges)):
         part, own = step.ranges[number], slice(step.bounds[number], step.bounds[number + 1])
         low = max(0, part.start + 1 - size) // step.block_size * step.block_size if size else 0
@@ -57,7 +57,8 @@ def attend_ranges(
             keys, values = blocks.read(tables[number], part.end, low)
         else:
             keys, values = (states[own].transpose(0, 1) for states in new)
-        yield _attend_one(step, number, queries[own], keys, values, rule, low, scoring)
+        outputs.append(_attend_one(step, number, queries[own], keys, values, rule, low, scoring))
+    return outputs
 
 
 def attend_gathered(

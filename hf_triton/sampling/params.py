@@ -61,4 +61,4 @@ class SamplingParams:
     @property
     def num_top_logprobs(self) -> int | None:
         """Log probabilities that sampling returns beside the token's own; None: not even that."""
-        return 0 if self.logprobs is None and self.num_sequences > self.num_return_sequences else self.logprobs
+        return 0 if self.logprobs is None and (self.best_of or 0) > self.num_return_sequences else self.logprobs

@@ -49,17 +49,18 @@ class SampledTokens:
     ) -> None:
         if isinstance(num_ahead, int):
             num_ahead = [num_ahead] * len(samplers)
+        num_top: dict[int, int] = {}
         if all(sampler.is_plain_greedy for sampler in samplers):
             self.tokens = logits.argmax(-1)
         else:
             self.tokens = _choose(edit_logits(logits, samplers), samplers, num_ahead)
+            num_top = {
+                row: sampler.params.num_top_logprobs
+                for row, sampler in enumerate(samplers)
+                if sampler.params.num_top_logprobs is not None
+            }
         """`[rows]` int64."""
         self._host_copy = ToHost(self.tokens)
-        num_top = {
-            row: sampler.params.num_top_logprobs
-            for row, sampler in enumerate(samplers)
-            if sampler.params.num_top_logprobs is not None
-        }
         self._scored_rows = list(num_top)
         if num_top:
             index = to_index(self._scored_rows, logits.device)

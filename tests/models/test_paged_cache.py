@@ -40,7 +40,7 @@ def test_step_tensors_say_where_each_token_goes() -> None:
     parts = tokens(5, 6, [3, 1]), tokens(0, 2, [2]), tokens(3, 9, [4, 0, 5])
     step = StepTensors(parts, SIZE, CPU)
     assert (step.num_decodes, step.num_tokens, step.bounds) == (1, 9, [0, 1, 3, 9])
-    assert step.positions().tolist() == [5, 0, 1, 3, 4, 5, 6, 7, 8]
+    assert step.positions.tolist() == [5, 0, 1, 3, 4, 5, 6, 7, 8]
     assert step.slots.tolist() == [5, 8, 9, 19, 0, 1, 2, 3, 20]
     assert step.tables.tolist() == [[3, 1, 0], [2, 0, 0], [4, 0, 5]]
     assert step.lengths.tolist() == [6, 2, 9]

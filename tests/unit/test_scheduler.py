@@ -306,13 +306,14 @@ def test_equal_prompts_that_arrive_together_are_computed_once() -> None:
     assert sum(simulation.device.num_computed.values()) == 40 + 4 + 1
 
 
-@pytest.mark.parametrize("place", ["_append", "_add_scores"])
-def test_a_sequence_whose_last_token_is_lost_with_an_output_is_computed_again(place: str) -> None:
+@pytest.mark.parametrize("is_published", [False, True])
+def test_a_sequence_whose_last_token_is_lost_with_an_output_is_computed_again(is_published: bool) -> None:
     """It is in the step before the one that runs ahead, and in that one no more."""
-    simulation = Simulation(runs_ahead=True)
-    (last,) = simulation.submit(3, max_new_tokens=1)
+    simulation = Simulation(runs_ahead=True, block_size=4, caches_prefixes=True)
+    (last,) = simulation.submit(8, max_new_tokens=1)
     (other,) = simulation.submit(4, max_new_tokens=5)
-    take, failures = getattr(simulation.scheduler, place), [True]
+    owner, place = (simulation.scheduler, "_append") if is_published else (simulation.scheduler._prefixes, "publish")
+    take, failures = getattr(owner, place), [True]
 
     def fail_once(sequence: Sequence, *arguments: object) -> None:
         if sequence.group is last and failures:
@@ -320,7 +321,7 @@ def test_a_sequence_whose_last_token_is_lost_with_an_output_is_computed_again(pl
             raise torch.OutOfMemoryError("out of memory")
         take(sequence, *arguments)
 
-    setattr(simulation.scheduler, place, fail_once)
+    setattr(owner, place, fail_once)
     simulation.finish(max_steps=100)
     assert [simulation.lengths(group) for group in (last, other)] == [[1], [5]]
     assert not failures
