@@ -15,13 +15,14 @@ import torch
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.errors import CheckpointError
 from hf_triton.runner.cuda.graphs import StepGraphs
-from hf_triton.runner.device_step import step_sizes
+from hf_triton.runner.device_step import NUM_TOKENS, step_sizes
 from hf_triton.runner.model_runner import PACKED, ModelRunner
+from hf_triton.runner.step import Step, TokenRange
 from hf_triton.sampling.params import SamplingParams
 from tests.gpu.conftest import Replays
 from tests.support.architectures import load, requests
 from tests.support.engine import Client, check, greedy_ids, start_engine, token_ids
-from tests.support.simulated_gpu import HAS_GPU
+from tests.support.simulated_gpu import HAS_GPU, Device
 
 pytestmark = pytest.mark.full
 PROMPT = [5, 6, 7, 8]
@@ -45,6 +46,41 @@ def test_steps_with_and_without_chunks_replay_the_same_graphs(
     check(reference, Client(engine), items, expected=greedy_ids(reference, items))
     assert replays.num_eager == 0
     assert len({size.num_tokens for size in replays.sizes}) > 4, "of a token for each sequence, and of chunks"
+
+
+def test_they_are_captured_the_largest_first_in_one_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pools, capture = [], torch.cuda.graph
+
+    def note(graph: Any, **options: Any) -> Any:
+        pools.append(options["pool"])
+        return capture(graph, **options)
+
+    monkeypatch.setattr(torch.cuda, "graph", note)
+    model = load("llama", tmp_path).to("cuda")
+    sizes: list[int] = []
+    model.register_forward_pre_hook(lambda *given: sizes.append(given[2]["input_ids"].shape[1]), with_kwargs=True)
+    runner = ModelRunner(model, PACKED)
+    runner.allocate(4)
+    assert runner.capture(5) is None
+    assert pools == [pools[0]] * len(step_sizes(5))
+    captured = [num_tokens for num_tokens in NUM_TOKENS[::-1] for _ in ("warmed up", "captured")]
+    assert sizes[sizes.index(512) :][: len(captured)] == captured
+
+
+def test_a_step_s_numbers_are_one_copy(
+    simulated: Device | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if simulated is None:
+        pytest.skip("a real device does not count")
+    runner = ModelRunner(load("llama", tmp_path).to("cuda"), PACKED)
+    runner.allocate(40)
+    assert runner.capture(5) is None
+    copied: list[torch.Tensor] = []
+    monkeypatch.setattr(Device, "from_host", lambda _, source: copied.append(source))
+    for num_steps, end in enumerate((3, 300), 1):  # of a replay, and of a step that runs eagerly
+        tables = list(range(20)), list(range(20, 40))
+        runner.run(Step(tuple(TokenRange(at, 0, end, [5] * end, tables[at], end, samples=(at,)) for at in range(2))))
+        assert len(copied) == num_steps
 
 
 def test_a_step_of_more_tokens_than_any_graph_runs_eagerly(
