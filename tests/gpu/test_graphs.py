@@ -9,17 +9,21 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import bitsandbytes  # noqa: F401  # which peft imports, and which looks at the GPU that is simulated later
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.errors import CheckpointError
-from hf_triton.runner.cuda.graphs import StepGraphs
+from hf_triton.runner.adapters import Adapters
 from hf_triton.runner.device_step import NUM_TOKENS, step_sizes
 from hf_triton.runner.model_runner import PACKED, ModelRunner
 from hf_triton.runner.step import Step, TokenRange
 from hf_triton.sampling.params import SamplingParams
+from hf_triton.testing import build_tiny_checkpoint
 from tests.gpu.conftest import Replays
+from tests.support.adapters import generate_with, save_adapter
 from tests.support.architectures import load, requests
 from tests.support.engine import Client, check, greedy_ids, start_engine, token_ids
 from tests.support.simulated_gpu import HAS_GPU, Device
@@ -124,10 +128,25 @@ def test_a_sequence_beyond_the_switch_of_long_rope_runs_eagerly(replays: Replays
     plain = load("phi3-longrope", tmp_path)
     model = copy.deepcopy(plain).to("cuda")
     with closing(start_engine(model, max_num_seqs=5, context_length=128, decoding="cuda_graphs")) as engine:
-        switch = engine.runner.switch_length
+        switch, num_trials = engine.runner.switch_length, len(replays.sizes)
         items = [([9] * (switch - 4), SamplingParams(12)), (PROMPT, SamplingParams(4))]
         check(plain, Client(engine), items, expected=greedy_ids(plain, items))
-    assert replays.sizes, "before the switch"
+    assert 0 < len(replays.sizes) - num_trials <= 6, "before the switch"
+
+
+def test_steps_with_an_adapter_run_eagerly_and_others_replay(replays: Replays, tmp_path: Path) -> None:
+    checkpoint = build_tiny_checkpoint(tmp_path / "model", "llama", eos_token_id=None, tie_word_embeddings=False)
+    folder = save_adapter(checkpoint, tmp_path / "lora", target_modules="all-linear")
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval().to("cuda")
+    adapters = Adapters(model)
+    options: dict[str, Any] = {"decoding": "cuda_graphs", "adapters": adapters}
+    with closing(start_engine(model, max_num_seqs=5, context_length=128, **options)) as engine:
+        client = Client(engine)
+        for each in (adapters.load(folder), None):
+            client.submit(PROMPT, SamplingParams(8 if each else 20), adapter=each)
+        found = [ids for outcome in client.outcomes() for ids in token_ids(outcome)]
+    assert found == [generate_with(checkpoint, *each) for each in ((folder, PROMPT, 8), (None, PROMPT, 20))]
+    assert replays.sizes, "those without it"
 
 
 # --- sizes -----------------------------------------------------------------------------------------------------------
@@ -211,7 +230,7 @@ def test_a_model_whose_replay_is_wrong_runs_eagerly(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = load("llama", tmp_path)
-    monkeypatch.setattr(StepGraphs, "load", lambda *_: None)
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda *_: None)
     with closing(start_engine(copy.deepcopy(plain).to("cuda"), max_num_seqs=5, context_length=128)) as engine:
         assert engine.runner._graphs is None
         outcome = Client(engine).ask(PROMPT, SamplingParams(5))

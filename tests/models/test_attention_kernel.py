@@ -109,7 +109,7 @@ def test_kernels_compile_ahead(capability: int, compiled: Call) -> None:
 
 def test_steps_of_all_sizes_launch_the_same_kernels(compiled: Call) -> None:
     kernels = compiled(90, launch_steps)
-    assert Counter(kernel.name for kernel in set(kernels)) == {"write": 1, "attend": 1}, "one more is compiled meanwhile"
+    assert Counter(kernel.name for kernel in set(kernels)) == {"write": 1, "attend": 1}, "one more is compiled"
 
 
 def test_tiles_and_splits_of_all_shapes(interpreted: Call) -> None:
