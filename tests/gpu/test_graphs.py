@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.errors import CheckpointError
 from hf_triton.runner.adapters import Adapters
-from hf_triton.runner.device_step import NUM_TOKENS, step_sizes
+from hf_triton.runner.device_step import step_sizes
 from hf_triton.runner.model_runner import PACKED, ModelRunner
 from hf_triton.runner.step import Step, TokenRange
 from hf_triton.sampling.params import SamplingParams
@@ -50,25 +50,6 @@ def test_steps_with_and_without_chunks_replay_the_same_graphs(
     check(reference, Client(engine), items, expected=greedy_ids(reference, items))
     assert replays.num_eager == 0
     assert len({size.num_tokens for size in replays.sizes}) > 4, "of a token for each sequence, and of chunks"
-
-
-def test_they_are_captured_the_largest_first_in_one_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pools, capture = [], torch.cuda.graph
-
-    def note(graph: Any, **options: Any) -> Any:
-        pools.append(options["pool"])
-        return capture(graph, **options)
-
-    monkeypatch.setattr(torch.cuda, "graph", note)
-    model = load("llama", tmp_path).to("cuda")
-    sizes: list[int] = []
-    model.register_forward_pre_hook(lambda *given: sizes.append(given[2]["input_ids"].shape[1]), with_kwargs=True)
-    runner = ModelRunner(model, PACKED)
-    runner.allocate(4)
-    assert runner.capture(5) is None
-    assert pools == [pools[0]] * len(step_sizes(5))
-    captured = [num_tokens for num_tokens in NUM_TOKENS[::-1] for _ in ("warmed up", "captured")]
-    assert sizes[sizes.index(512) :][: len(captured)] == captured
 
 
 def test_a_step_s_numbers_are_one_copy(
