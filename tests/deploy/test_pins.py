@@ -56,3 +56,10 @@ def test_the_image_installs_nothing_else() -> None:
     own = ("${TORCH}", hashed, "--no-deps --no-build-isolation .")
     others = [words for words in installs if not words.startswith(own)]
     assert ["${TRANSFORMERS}" in words for words in others] == [True], "which nobody asks for by default"
+
+
+def test_the_image_has_what_kernels_of_a_gpu_need() -> None:
+    text = (ROOT / "Dockerfile").read_text()
+    [packages] = re.findall(r"apt-get install -y --no-install-recommends (.*) \\$", text, re.MULTILINE)
+    assert {"gcc", "libc6-dev", "python3-dev"} <= set(packages.split()), "a launcher is compiled at first use"
+    assert "TRITON_CACHE_DIR=${HOME}/.cache/triton PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in text

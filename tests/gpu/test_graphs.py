@@ -9,19 +9,24 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import bitsandbytes  # noqa: F401  # which peft imports, and which looks at the GPU that is simulated later
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.errors import CheckpointError
-from hf_triton.runner.cuda.graphs import StepGraphs
+from hf_triton.runner.adapters import Adapters
 from hf_triton.runner.device_step import step_sizes
 from hf_triton.runner.model_runner import PACKED, ModelRunner
+from hf_triton.runner.step import Step, TokenRange
 from hf_triton.sampling.params import SamplingParams
+from hf_triton.testing import build_tiny_checkpoint
 from tests.gpu.conftest import Replays
+from tests.support.adapters import generate_with, save_adapter
 from tests.support.architectures import load, requests
 from tests.support.engine import Client, check, greedy_ids, start_engine, token_ids
-from tests.support.simulated_gpu import HAS_GPU
+from tests.support.simulated_gpu import HAS_GPU, Device
 
 pytestmark = pytest.mark.full
 PROMPT = [5, 6, 7, 8]
@@ -45,6 +50,22 @@ def test_steps_with_and_without_chunks_replay_the_same_graphs(
     check(reference, Client(engine), items, expected=greedy_ids(reference, items))
     assert replays.num_eager == 0
     assert len({size.num_tokens for size in replays.sizes}) > 4, "of a token for each sequence, and of chunks"
+
+
+def test_a_step_s_numbers_are_one_copy(
+    simulated: Device | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if simulated is None:
+        pytest.skip("a real device does not count")
+    runner = ModelRunner(load("llama", tmp_path).to("cuda"), PACKED)
+    runner.allocate(40)
+    assert runner.capture(5) is None
+    copied: list[torch.Tensor] = []
+    monkeypatch.setattr(Device, "from_host", lambda _, source: copied.append(source))
+    for num_steps, end in enumerate((3, 300), 1):  # of a replay, and of a step that runs eagerly
+        tables = list(range(20)), list(range(20, 40))
+        runner.run(Step(tuple(TokenRange(at, 0, end, [5] * end, tables[at], end, samples=(at,)) for at in range(2))))
+        assert len(copied) == num_steps
 
 
 def test_a_step_of_more_tokens_than_any_graph_runs_eagerly(
@@ -88,10 +109,25 @@ def test_a_sequence_beyond_the_switch_of_long_rope_runs_eagerly(replays: Replays
     plain = load("phi3-longrope", tmp_path)
     model = copy.deepcopy(plain).to("cuda")
     with closing(start_engine(model, max_num_seqs=5, context_length=128, decoding="cuda_graphs")) as engine:
-        switch = engine.runner.switch_length
+        switch, num_trials = engine.runner.switch_length, len(replays.sizes)
         items = [([9] * (switch - 4), SamplingParams(12)), (PROMPT, SamplingParams(4))]
         check(plain, Client(engine), items, expected=greedy_ids(plain, items))
-    assert replays.sizes, "before the switch"
+    assert 0 < len(replays.sizes) - num_trials <= 6, "before the switch"
+
+
+def test_steps_with_an_adapter_run_eagerly_and_others_replay(replays: Replays, tmp_path: Path) -> None:
+    checkpoint = build_tiny_checkpoint(tmp_path / "model", "llama", eos_token_id=None, tie_word_embeddings=False)
+    folder = save_adapter(checkpoint, tmp_path / "lora", target_modules="all-linear")
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval().to("cuda")
+    adapters = Adapters(model)
+    options: dict[str, Any] = {"decoding": "cuda_graphs", "adapters": adapters}
+    with closing(start_engine(model, max_num_seqs=5, context_length=128, **options)) as engine:
+        client = Client(engine)
+        for each in (adapters.load(folder), None):
+            client.submit(PROMPT, SamplingParams(8 if each else 20), adapter=each)
+        found = [ids for outcome in client.outcomes() for ids in token_ids(outcome)]
+    assert found == [generate_with(checkpoint, *each) for each in ((folder, PROMPT, 8), (None, PROMPT, 20))]
+    assert replays.sizes, "those without it"
 
 
 # --- sizes -----------------------------------------------------------------------------------------------------------
@@ -175,7 +211,7 @@ def test_a_model_whose_replay_is_wrong_runs_eagerly(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = load("llama", tmp_path)
-    monkeypatch.setattr(StepGraphs, "load", lambda *_: None)
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda *_: None)
     with closing(start_engine(copy.deepcopy(plain).to("cuda"), max_num_seqs=5, context_length=128)) as engine:
         assert engine.runner._graphs is None
         outcome = Client(engine).ask(PROMPT, SamplingParams(5))

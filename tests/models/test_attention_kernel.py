@@ -2,14 +2,19 @@
 """The attention kernels of CUDA devices: in Triton's interpreter beside torch, and compiled for devices."""
 
 import itertools
+import os
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from hf_triton.runner.cuda import attention_reference
+from hf_triton.runner import cuda
+from hf_triton.runner.cuda import attention, attention_reference, fused_operations, kernel_cache
 from hf_triton.runner.device_step import NO_SEQUENCE, StepSize
 from tests.support.triton_language import Call
 
@@ -40,10 +45,12 @@ class Row:
     has_sinks: bool = False
     is_written: bool = False
     is_causal: bool = True
+    scale: float | None = None
+    """Of the products; None: the usual one."""
 
 
-LONG = Row(tokens=(20, 20, 1), lengths=(700, 143, 20), heads=(2, 1), splits=4)
-"""Splits begin within a tile, where its first tokens see none of their keys."""
+LONG = Row(tokens=(20, 20, 1, 1), lengths=(700, 143, 20, 256), heads=(2, 1), splits=4)
+"""Splits begin within a tile, where its first tokens see none of their keys; the keys of the last one fill two."""
 ROWS = {
     "MHA in bfloat16": Row(heads=(3, 3), dtype=torch.bfloat16),
     "GQA in float16": Row(heads=(8, 2), dtype=torch.float16),
@@ -56,6 +63,8 @@ ROWS = {
     "a window that ends within a tile": Row(window=7),
     "softcap": Row(softcap=2.0, window=9),
     "sinks": Row(has_sinks=True, dtype=torch.bfloat16),
+    "limited scores, sinks, splits": replace(LONG, softcap=2.0, has_sinks=True, window=200),
+    "scores as large as there are": Row(dtype=torch.bfloat16, scale=1e36),
     "values of another size, blocks of 5": Row(sizes=(80, 48), block_size=5),
     "the largest heads, written before": Row(sizes=(256, 256), is_written=True, dtype=torch.float16),
     "large tiles": Row(tokens=(40, 1, 30), lengths=(60, 50, 30), decode_tokens=4, dtype=torch.bfloat16),
@@ -63,6 +72,7 @@ ROWS = {
 ALL = Row(tokens=(1, 40, 7), heads=(4, 4), is_causal=False)
 PACKED_ROWS = {
     "all tokens": ALL,
+    "sequences of one token and of none": replace(ALL, tokens=(1, 0, 1, 0, 0, 9, 0), window=2),
     "a window on both sides": replace(ALL, window=9, sizes=(64, 64)),
     "GQA, causal, a window": replace(ALL, heads=(4, 2), is_causal=True, window=6, dtype=torch.float16),
     "limited scores, sinks": replace(ALL, has_sinks=True, softcap=2.0),
@@ -89,16 +99,71 @@ def test_kernels_compile_ahead(capability: int, compiled: Call) -> None:
         Row(heads=(8, 4), sizes=(256, 256), has_sinks=True, softcap=2.0),
     ):
         kernels = compiled(capability, launch_paged, row)
-        assert max(shared for _, shared, _ in kernels) <= 99 * 1024  # what the smallest devices have
-        names += [name for name, _, _ in kernels]
+        assert max(kernel.shared_bytes for kernel in kernels) <= 99 * 1024  # what the smallest devices have
+        assert not any("tf32" in kernel.ptx for kernel in kernels), "of float32 it keeps 10 bits"
+        names += [kernel.name for kernel in kernels]
     assert names == ["write", "attend", "combine", "write", "attend", "write", "attend"]
-    ((_, _, code),) = compiled(capability, launch_packed, replace(ALL, dtype=torch.bfloat16, sizes=(64, 64)))
-    assert "mma" in code
+    [kernel] = compiled(capability, launch_packed, replace(ALL, dtype=torch.bfloat16, sizes=(64, 64)))
+    assert "mma" in kernel.ptx
 
 
 def test_steps_of_all_sizes_launch_the_same_kernels(compiled: Call) -> None:
     kernels = compiled(90, launch_steps)
-    assert Counter(name for name, _, _ in set(kernels)) == {"write": 1, "attend": 1}, "one more is compiled meanwhile"
+    assert Counter(kernel.name for kernel in set(kernels)) == {"write": 1, "attend": 1}, "one more is compiled"
+
+
+def test_tiles_and_splits_of_all_shapes(interpreted: Call) -> None:
+    interpreted(check_tiles)
+
+
+def check_tiles() -> None:
+    from hf_triton.runner.cuda.attention_launch import MAX_SPLITS, NUM_PROGRAMS, choose_splits, choose_tile
+
+    for num_tokens, group, size, dtype in itertools.product(
+        (1, 512, 513, 9000), (1, 2, 3, 7, 16, 71, 128), (16, 64, 128, 256), TOLERANCE
+    ):
+        assert group <= choose_tile(num_tokens, group, size, dtype).num_rows <= 128
+        splits = choose_splits(num_tokens, group)
+        assert splits in (1, 2, 4, 8, 16, MAX_SPLITS)
+        assert splits == 1 or NUM_PROGRAMS / 4 < splits * num_tokens * group <= NUM_PROGRAMS or splits == MAX_SPLITS
+
+
+def test_all_kernels_are_kept_in_a_writable_folder(interpreted: Call, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    own = tmp_path / "file" / "triton"
+    assert own not in (folders := interpreted(load_kernels, own))
+    assert len(folders) == 3
+    assert all(folder.is_dir() for folder in folders)
+
+
+def load_kernels(own: Path) -> list[Path]:
+    """Load each module with kernels, first of all; where they are kept then."""
+    from triton import knobs
+
+    folders, no_rows = [], torch.ones(6, 1)
+    draws = partial(cuda.draw, torch.zeros(1, 8), *no_rows[:4], no_rows[5].to(torch.int64))
+    for load in (attention._kernels, fused_operations._kernels, draws):
+        kernel_cache.have_kernel_cache.cache_clear()
+        knobs.cache.dir = str(own)
+        load()
+        folders.append(Path(knobs.cache.dir))
+    return folders
+
+
+def test_the_reason_says_what_triton_finds_no_compiler_for(interpreted: Call, tmp_path: Path) -> None:
+    assert interpreted(why_no_launcher, tmp_path, {"PATH": ""}).startswith("RuntimeError: Failed to find C compiler.")
+    reason = interpreted(why_no_launcher, tmp_path, {"CC": "/bin/false"})  # as gcc without Python.h
+    assert reason == "/bin/false failed: the headers of C or of Python, Python.h, may be missing"
+
+
+def why_no_launcher(folder: Path, environment: dict[str, str]) -> str | None:
+    """Compile as Triton compiles the C module that launches kernels."""
+    from triton import knobs
+    from triton.runtime.build import compile_module_from_src
+
+    knobs.cache.dir = str(folder)
+    with mock.patch.dict(os.environ, environment):
+        return cuda.why_no_kernel(lambda: bool(compile_module_from_src("#include <Python.h>", "launcher")))
 
 
 def launch_steps() -> None:
@@ -162,7 +227,8 @@ def paged_arguments(row: Row) -> list[Any]:
     new_states = (None, None) if row.is_written else states[1:]
     sinks = torch.randn(row.heads[0], generator=generator(2)) if row.has_sinks else None
     numbers = sequences, bounds, torch.tensor(row.lengths), starts, tables
-    return [states[0], *new_states, *blocks, *numbers, sinks, row.sizes[0] ** -0.5, row.window, row.softcap]
+    scale = row.scale or row.sizes[0] ** -0.5
+    return [states[0], *new_states, *blocks, *numbers, sinks, scale, row.window, row.softcap]
 
 
 def packed_arguments(row: Row) -> list[Any]:

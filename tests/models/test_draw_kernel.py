@@ -79,10 +79,10 @@ def test_kernel_draws_some_token_of_a_row_without_scores(interpreted: Call) -> N
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_kernel_compiles_for_a_device(dtype: torch.dtype, capability: int, compiled: Call) -> None:
     scores = torch.zeros(ROWS, 128_256, dtype=dtype)
-    ((name, _, code),) = compiled(capability, launched, scores, random_rows(0))
-    assert name == "draw_kernel"
-    assert "ld.global.v4" in code, "a thread reads 16 bytes at a time"
-    assert "lg2.approx" not in code, "noise of the likeliest draws needs exact logarithms"
+    [kernel] = compiled(capability, launched, scores, random_rows(0))
+    assert kernel.name == "draw_kernel"
+    assert "ld.global.v4" in kernel.ptx, "a thread reads 16 bytes at a time"
+    assert "lg2.approx" not in kernel.ptx, "noise of the likeliest draws needs exact logarithms"
 
 
 def test_any_number_of_rows_draws_by_the_same_kernel(compiled: Call) -> None:

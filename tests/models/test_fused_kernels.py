@@ -87,5 +87,5 @@ def launch_all(dtype: torch.dtype) -> None:
 @DTYPES
 @pytest.mark.parametrize("capability", [80, 90])
 def test_kernels_compile(compiled: Call, capability: int, dtype: torch.dtype) -> None:
-    names = [name for name, _, _ in compiled(capability, launch_all, dtype)]
+    names = [kernel.name for kernel in compiled(capability, launch_all, dtype)]
     assert names == ["rotary_kernel", "gate_kernel", "gate_kernel", "norm_kernel"]

@@ -20,7 +20,7 @@ from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import pytest
@@ -30,6 +30,16 @@ from tests.support.paths import ROOT
 FOLDER: Final = ROOT / ".venv" / "triton"
 
 Call = Callable[..., Any]
+
+
+class CompiledKernel(NamedTuple):
+    """A kernel for a device."""
+
+    name: str
+    shared_bytes: int
+    ptx: str
+    hash: str
+    """Two compilations may have the same code, but not the same hash."""
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +53,7 @@ def interpreted() -> Iterator[Call]:
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Call]:
     """Calls a function with tensors of the CPU for a device of some compute capability.
 
-    `compiled(90, launch, *arguments)` gives the kernels that were to be launched, each as name, bytes of shared memory,
-    and code in PTX.
+    `compiled(90, launch, *arguments)` gives the kernels that were to be launched.
     """
     with _process(_compile, tmp_path_factory.mktemp("triton")) as call:
         yield lambda capability, function, *arguments: call(_compiled, capability, function, *arguments)
@@ -63,7 +72,7 @@ def _compile(cache: Path) -> None:
     os.environ["TRITON_CACHE_DIR"] = str(cache)
 
 
-def _compiled(capability: int, function: Call, *arguments: Any) -> list[tuple[str, int, str]]:
+def _compiled(capability: int, function: Call, *arguments: Any) -> list[CompiledKernel]:
     from triton.backends.compiler import GPUTarget
     from triton.runtime import JITFunction, driver
 
@@ -82,7 +91,7 @@ def _compiled(capability: int, function: Call, *arguments: Any) -> list[tuple[st
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "__getitem__", lambda self, grid: partial(compile_only, self, grid))
         function(*arguments)
-    return [(kernel.metadata.name, kernel.metadata.shared, kernel.asm["ptx"]) for kernel in kernels]
+    return [CompiledKernel(each.name, each.metadata.shared, each.asm["ptx"], each.hash) for each in kernels]
 
 
 def _interpret() -> None:

@@ -24,8 +24,8 @@ MIN_SPLIT_KEYS: Final = tl.constexpr(128)
 """Keys of a split, before another one takes part."""
 SPLIT_STEP: Final = tl.constexpr(64)
 """Its keys are a multiple."""
-NO_SCORE: Final = tl.constexpr(-1e30)
-"""The maximum of no scores; the difference of two infinite ones would be no number."""
+NO_SCORE: Final = tl.constexpr(-3e38)
+"""The maximum of no scores, below all that are finite; the difference of two infinite ones would be no number."""
 PLACES: Final = ["sequences", "bounds", "lengths", "starts", "tables"]
 """Views of a step's numbers, whose alignment is another one at each step: kernels for each would be compiled while
 sequences wait."""

@@ -28,17 +28,17 @@ def attend(
     """Write to blocks, and attend to them."""
     output, block_size = query.new_zeros(*query.shape[:2], value_blocks.shape[3]), key_blocks.shape[2]
     for number in range(int(sequences.max()) + 1):
-        first, last, length = int(bounds[number]), int(bounds[number + 1]), int(lengths[number])
-        positions, columns = torch.arange(length - (last - first), length), torch.arange(length)
+        own, length = _tokens_of(number, sequences, bounds), int(lengths[number])
+        positions, columns = torch.arange(length - (own.stop - own.start), length), torch.arange(length)
         blocks = tables[int(starts[number]) + columns // block_size]
         if keys is not None and values is not None:
             places = blocks[positions], slice(None), positions % block_size
-            key_blocks[places], value_blocks[places] = keys[first:last], values[first:last]
+            key_blocks[places], value_blocks[places] = keys[own], values[own]
         read = blocks, slice(None), columns % block_size
         distance = positions[:, None] - columns
         seen = (distance >= 0) & (distance < (window or length))
-        states = query[first:last], key_blocks[read], value_blocks[read]
-        output[first:last] = _attend(*states, seen, sinks, scale, softcap)
+        states = query[own], key_blocks[read], value_blocks[read]
+        output[own] = _attend(*states, seen, sinks, scale, softcap)
     return output
 
 
@@ -57,7 +57,7 @@ def attend_packed(
     """Attend to the row."""
     output = query.new_zeros(*query.shape[:2], values.shape[2])
     for number in range(int(sequences.max()) + 1):
-        own = slice(int(bounds[number]), int(bounds[number + 1]))
+        own = _tokens_of(number, sequences, bounds)
         positions = torch.arange(own.stop - own.start)
         distance = positions[:, None] - positions
         seen = distance.abs() < (window or len(positions))
@@ -65,6 +65,18 @@ def attend_packed(
             seen &= distance >= 0
         output[own] = _attend(query[own], keys[own], values[own], seen, sinks, scale, softcap)
     return output
+
+
+def _tokens_of(number: int, sequences: torch.Tensor, bounds: torch.Tensor) -> slice:
+    """A sequence's tokens, of which a kernel is told twice.
+
+    Raises:
+        ValueError: Each time something else.
+    """
+    own = slice(int(bounds[number]), int(bounds[number + 1]))
+    if (sequences == number).nonzero().flatten().tolist() != list(range(own.start, own.stop)):
+        raise ValueError(f"other tokens than those from {own.start} to {own.stop} are of sequence {number}")
+    return own
 
 
 def _attend(
