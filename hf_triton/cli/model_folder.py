@@ -14,7 +14,8 @@ import click
 
 from hf_triton.errors import HubError, SettingsError, clip
 from hf_triton.hub.gguf import SUFFIX
-from hf_triton.settings import LoadedSettings, ModelSettings, TaskName, load_settings
+from hf_triton.protocol.names import TaskName
+from hf_triton.settings import LoadedSettings, ModelSettings, load_settings
 
 TASKS: Final[tuple[str, ...]] = typing.get_args(TaskName)
 DECOUPLED: Final = "model_transaction_policy { decoupled: true }\n"

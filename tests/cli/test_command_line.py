@@ -204,3 +204,17 @@ def test_what_a_checkpoint_writes_cannot_steer_the_terminal(
     sentence, rest, failed = capsys.readouterr().err.splitlines()
     assert (sentence, rest) == ("error: invalid_input: it rejects ]0;titlethis", "and é 🙂")
     assert failed.endswith("it rejects ]0;titlethis")
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "written"),
+    [
+        ("settings >&-", 0, ""),
+        ("generate <&-", 2, "error: wrong_usage: the prompt is empty: standard input has no text\n"),
+        ("settings zzz 2>&-", 2, ""),
+    ],
+)
+def test_a_closed_stream_is_an_empty_one(line: str, code: int, written: str) -> None:
+    command = f"{Path(sys.executable).with_name('hf-triton')} {line}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", written)
