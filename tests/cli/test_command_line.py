@@ -146,13 +146,13 @@ def test_a_table_of_a_hundred_columns_breaks_no_state_and_no_number(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     columns = ("engine", "running", "waiting", "kv_use", "requests", "tokens_in", "tokens_out")
     numbers = ("onnxruntime", 128, 1024, "50%", 1234567, 123456789, 23456789)
     name = "qwen2.5-0.5b-instruct-q4_k_m"
     show_table([{"model": name, "state": "UNAVAILABLE", "size": "15.2 GB", **dict(zip(columns, numbers, strict=True))}])
-    lines = capsys.readouterr().out.splitlines()
+    lines = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out).splitlines()
     assert {"UNAVAILABLE", *map(str, numbers)} < set(lines[2].split())
     assert (lines[2].split()[0] + lines[3].strip(), max(map(len, lines))) == (name, 100)
 

@@ -94,8 +94,8 @@ def test_status_on_a_terminal_has_reasons_below(server: TritonServer) -> None:
     lines = re.sub(r"\x1b\[[\d;]*m", "", terminal.output).splitlines()
     assert lines[0].startswith("Triton 24.10 (2.51.0) at ")
     assert all(len(line) <= 120 for line in lines)
-    assert [line.split()[0] for line in lines[1:7]] == ["model", "broken", "demo", "garbled", "slow", "spare"]
-    assert lines[7].startswith("broken: path_not_found: there is no folder ")
+    assert [line.split()[0] for line in lines[2:8]] == ["model", "broken", "demo", "garbled", "slow", "spare"]
+    assert lines[8].startswith("broken: path_not_found: there is no folder ")
 
 
 def test_a_distant_triton_is_reached(server: TritonServer) -> None:
