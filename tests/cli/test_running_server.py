@@ -167,7 +167,7 @@ def test_ctrl_c_cancels_the_request_on_the_server(server: TritonServer) -> None:
 
 def test_chat_from_a_pipe_answers_line_by_line(server: TritonServer, tmp_path: Path) -> None:
     file = tmp_path / "chat.json"
-    lines = ["Hello \\", "there", "", "How are you?", f"/save {file}", "/reset", "/quit", "never"]
+    lines = ["Hello \\", "there", "", "How are you?", f"/save {file}", "/clear", "/quit", "never"]
     done = run(server, "chat", "demo", "--system=Be brief.", "--max-tokens=8", stdin="\n".join(lines))
     assert done.returncode == 0, done.stderr
     messages = json.loads(file.read_text())
