@@ -43,7 +43,7 @@ PROGRAMS := .venv/programs/.set-up
 RAY := .venv/ray/.set-up
 TRITON := .venv/triton/.set-up
 
-.PHONY: help setup serve test test-all test-clients bench soak check format docs lock test-gptq test-ray test-page \
+.PHONY: help setup ports serve test test-all test-clients bench soak check format docs lock test-gptq test-ray test-page \
   test-container wheel clean
 
 help: ## List the targets
@@ -67,7 +67,13 @@ $(SETUP): $(SERVER)
 	@$(BIN)/python -W ignore -m compileall -q -j 0 .venv/lib > /dev/null || true  # here tests take warnings as errors
 	@touch $@
 
-serve: $(SERVER) ## Serve the demo model, or the folders in MODELS=...; HTTP_PORT=8010 OPENAI_PORT=9010 if ports are taken
+# A set-up takes minutes: ports in use are told before it.
+ARE_FREE := import sys; from hf_triton.server import busy_ports; busy = busy_ports(list(map(int, sys.argv[1:]))); \
+  sys.exit(f"in use: {busy}; try make serve HTTP_PORT=8010 GRPC_PORT=8011 METRICS_PORT=8012 OPENAI_PORT=9010" if busy else 0)
+ports:
+	@test -e $(SERVER) || $(or $(PYTHON),true) -c '$(ARE_FREE)' $(HTTP_PORT) $(GRPC_PORT) $(METRICS_PORT) $(OPENAI_PORT)
+
+serve: ports $(SERVER) ## Serve the demo model, or the folders in MODELS=...; HTTP_PORT=8010 OPENAI_PORT=9010 if ports are taken
 	@exec $(BIN)/hf-triton serve $(MODELS) --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) \
 	  --metrics-port $(METRICS_PORT) --openai-port $(OPENAI_PORT)
 

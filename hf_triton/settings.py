@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 
 from hf_triton.errors import RequestError, SettingsError, clip
 from hf_triton.protocol.dialects import ALIASES
+from hf_triton.protocol.names import SERVER_VARIABLE, TaskName
 from hf_triton.protocol.parameters import GenerationParameters, parse_parameters
 from hf_triton.protocol.validation import parse_boolean, problems, suggest
 
@@ -27,8 +28,6 @@ ENVIRONMENT_PREFIX: Final = "HF_TRITON_"
 TRITON_SETTINGS: Final = frozenset({"EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS"})
 """config.pbtxt parameters that Triton's Python backend reads itself."""
 CONFIG: Final = "config.pbtxt"
-SERVER_VARIABLE: Final = "HF_TRITON_SERVER"
-"""Of the command line: the address of a running server. No setting."""
 SERVICE_LINK: Final = re.compile(
     r"HF_TRITON_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
 )
@@ -88,28 +87,6 @@ class FormerValue:
 
 ADAPTER_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """Names of LoRA adapters; a colon stands between a model's and an adapter's."""
-TaskName = Literal[
-    "text-generation",
-    "embeddings",
-    "rerank",
-    "text-classification",
-    "token-classification",
-    "question-answering",
-    "fill-mask",
-    "zero-shot-classification",
-    "feature-extraction",
-    "sparse-embeddings",
-    "tokenization",
-    "image-classification",
-    "summarization",
-    "translation",
-    "text2text-generation",
-    "automatic-speech-recognition",
-]
-
-
-TEXT_TO_TEXT: Final[tuple[TaskName, ...]] = ("summarization", "translation", "text2text-generation")
-"""Tasks that generate text with an encoder-decoder, see `hf_triton.tasks.text_generation.text_to_text`."""
 DEFAULT_MODELS: Final[Mapping[TaskName, tuple[str, str]]] = {
     "text-generation": ("HuggingFaceTB/SmolLM3-3B", "a07cc9a"),
     "feature-extraction": ("distilbert/distilbert-base-cased", "6ea8117"),
@@ -125,8 +102,6 @@ DEFAULT_MODELS: Final[Mapping[TaskName, tuple[str, str]]] = {
     "text2text-generation": ("google-t5/t5-base", "a9723ea"),
 }
 """The models that transformers' pipelines take for a task, and their revisions."""
-MODEL_SETTINGS: Final = frozenset({"huggingface_model", "task"})
-"""A folder that sets one of them has a model of its own; a stream door does not."""
 
 
 class ModelSettings(BaseModel):

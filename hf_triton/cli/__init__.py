@@ -72,6 +72,7 @@ def cli() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; an error becomes one line on standard error and an exit code."""
+    _open_closed_streams()
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # its handlers can crash a program that a command starts
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # it tells of a handshake that failed, as the commands do
     try:
@@ -87,6 +88,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         failure = error
     click.echo(printable(as_typed(f"error: {failure}")), err=True)  # it may quote a checkpoint
     sys.exit(EXIT_CODES.get(failure.code, FAILED))
+
+
+def _open_closed_streams() -> None:
+    """Read nothing from a standard stream that is closed (`>&-`), and write to none; no file gets its number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
 
 
 def _sentence(error: click.ClickException) -> str:

@@ -26,8 +26,9 @@ from hf_triton.cli.folders import (
 from hf_triton.errors import HfTritonError, SettingsError
 from hf_triton.hub.gguf import CHAT_TEMPLATE, check_gguf, find_gguf
 from hf_triton.hub.resolve import Hub
+from hf_triton.protocol.names import MODEL_SETTINGS
 from hf_triton.protocol.task_declaration import TaskDeclaration
-from hf_triton.settings import MODEL_SETTINGS, ModelSettings
+from hf_triton.settings import ModelSettings
 from hf_triton.stream_door.model import SUFFIX
 from hf_triton.tasks.registry import folder_task
 

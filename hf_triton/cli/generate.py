@@ -20,8 +20,8 @@ from hf_triton.cli.exit_codes import INTERRUPTED
 from hf_triton.cli.model_folder import read_settings
 from hf_triton.cli.tables import printable
 from hf_triton.protocol.dialects import ALIASES
+from hf_triton.protocol.names import TEXT_OUTPUTS
 from hf_triton.protocol.options import CHAT_OPTIONS, OPTIONS
-from hf_triton.protocol.ports import TEXT_OUTPUTS
 from hf_triton.protocol.validation import read_json
 
 if TYPE_CHECKING:

@@ -17,11 +17,12 @@ HINTS: Final[Mapping[str, str]] = {
     "ps": "status",
     "ls": "list",
     "show": "list, status or check",
-    "rm": "unload",
+    "rm": "unload, or `hf cache rm` for files of the Hub",
     "stop": "unload",
     "start": "serve or load",
     "create": "new",
     "help": "--help",
+    "version": "--version",
 }
 """Other programs' words for what a command here does."""
 

@@ -14,7 +14,8 @@ import click
 
 from hf_triton.errors import HubError, SettingsError, clip
 from hf_triton.hub.gguf import SUFFIX
-from hf_triton.settings import LoadedSettings, ModelSettings, TaskName, load_settings
+from hf_triton.protocol.names import TaskName
+from hf_triton.settings import LoadedSettings, ModelSettings, load_settings
 
 TASKS: Final[tuple[str, ...]] = typing.get_args(TaskName)
 DECOUPLED: Final = "model_transaction_policy { decoupled: true }\n"
@@ -53,10 +54,10 @@ def model_settings(model: str, more: Mapping[str, str]) -> dict[str, str]:
         more: Further settings, by name.
 
     Raises:
-        HubError: It is a relative path of no folder; an absolute one may exist where the model is served.
+        HubError: It is neither a name nor a folder; an absolute path may exist where the model is served.
     """
     path = Path(model).expanduser().absolute()
-    if path.is_dir():
+    if model and path.is_dir():
         own = {"huggingface_model": os.path.abspath(path)}
     elif path.suffix == SUFFIX and (path.is_file() or os.path.isabs(model)):
         own = {"huggingface_model": os.path.abspath(path.parent), "gguf_file": path.name}
@@ -65,11 +66,18 @@ def model_settings(model: str, more: Mapping[str, str]) -> dict[str, str]:
         own = {name: text for name, text in own.items() if text}
     elif model.startswith(("./", "../", "~")):
         raise HubError("path_not_found", f"there is no {'file' if path.suffix == SUFFIX else 'folder'} {clip(model)}")
-    else:
+    elif os.path.isabs(model):
         own = {"huggingface_model": model}
+    else:
+        raise HubError("path_not_found", f"there is no folder {clip(model)}, and it is no name on the Hub (OWNER/NAME)")
     for name in own.keys() & more.keys():
         raise click.UsageError(f"{name} is given twice, by the model's name and by --set: leave one out")
     return own | dict(more)
+
+
+def is_missing(model: str) -> bool:
+    """Whether `huggingface_model` is a path of no folder on this machine."""
+    return os.path.isabs(model) and not os.path.isdir(model)
 
 
 def check_settings(settings: Mapping[str, str]) -> LoadedSettings[ModelSettings]:

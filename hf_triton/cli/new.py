@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from hf_triton.cli.doors import DOOR_FOLDER
-from hf_triton.cli.model_folder import SET, TASK, model_settings, with_task, write_model_folder
+from hf_triton.cli.model_folder import SET, TASK, is_missing, model_settings, with_task, write_model_folder
 from hf_triton.cli.staging import publish, staging_folder
 from hf_triton.errors import clip
 from hf_triton.server import is_shell_safe
@@ -66,5 +66,8 @@ def new(
             shutil.copytree(DOOR_FOLDER, door, ignore=shutil.ignore_patterns("__pycache__"))
         for folder, target in zip(staged, folders, strict=True):
             publish(folder, target)
-    served = f" for {own['huggingface_model']}@{own['revision']}" if model is None else ""
+    checkpoint = own["huggingface_model"]
+    if is_missing(checkpoint):
+        click.echo(f"There is no folder {clip(checkpoint)} here: it must exist where the model is served.", err=True)
+    served = f" for {checkpoint}@{own['revision']}" if model is None else ""
     click.echo(f"Wrote {' and '.join(map(str, folders))}{served}. Serve it: hf-triton serve {folders[0]}")

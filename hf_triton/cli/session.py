@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 RETURNS: Final = ("message", "finish_reason", "num_input_tokens", "num_output_tokens")
 TYPED_NAMES: Final = {"max_new_tokens": "max_tokens", "messages": "the conversation"}
 COMMANDS: Final[Mapping[str, str]] = {
-    "/reset": "forget the conversation",
+    "/reset": "forget the conversation, as /clear does",
     "/system TEXT": "set the system prompt, and forget the conversation; without TEXT, none",
     "/set NAME VALUE": "set a parameter, such as temperature; without VALUE its default; alone, show all that are set",
     "/model NAME": "go on with another model",
@@ -149,7 +149,7 @@ class Session:
 
     def _run(self, command: str, argument: str) -> None:
         match command:
-            case "/reset":
+            case "/reset" | "/clear":
                 self._messages = self._messages[:1] if self._has_system() else []
                 click.echo("The conversation is forgotten.")
             case "/system":

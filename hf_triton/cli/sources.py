@@ -13,7 +13,7 @@ import click
 
 from hf_triton.cli.download import fetch, in_typed_words, use_standard_cache
 from hf_triton.cli.folders import is_checkpoint, is_model_folder, load_folder_settings, model_folders, parse_config
-from hf_triton.cli.model_folder import HUB_NAME, check_settings, folder_name, model_settings, write_model_folder
+from hf_triton.cli.model_folder import check_settings, folder_name, is_missing, model_settings, write_model_folder
 from hf_triton.cli.repositories import DEMO_NAME, demo_repository
 from hf_triton.errors import HfTritonError, HubError, SettingsError, clip
 from hf_triton.settings import ModelSettings
@@ -107,8 +107,8 @@ def _link(folder: Path, repository: Path) -> None:
 
 def _write(model: str, repository: Path, settings: Mapping[str, str], *, stream: bool) -> None:
     own = model_settings(model, settings)
-    if not _may_exist(own["huggingface_model"]):
-        raise HubError("path_not_found", f"there is no folder {clip(model)}, and it is no name on the Hub (OWNER/NAME)")
+    if is_missing(own["huggingface_model"]):
+        raise HubError("path_not_found", f"there is no folder {clip(model)}")
     name = folder_name(own, os.listdir(repository))
     loaded = check_settings(own).settings
     write_model_folder(repository / name, own, stream=stream)
@@ -119,8 +119,3 @@ def _write(model: str, repository: Path, settings: Mapping[str, str], *, stream:
         more = f" (there is no such folder in {similar} either)" if similar else ""
         more = more or ("" if "/" in model else f" (there is no folder {clip(model)} here either)")
         raise HubError(error.code, in_typed_words(error).sentence + more) from None
-
-
-def _may_exist(name: str) -> bool:
-    """Whether it is a folder, or has the form of a name on the Hub."""
-    return os.path.isdir(name) or (not name.startswith(("/", ".", "~")) and HUB_NAME.fullmatch(name) is not None)

@@ -19,6 +19,9 @@ COLOURS: Final[Mapping[str, str]] = {
 DIRECTIONS: Final = frozenset(("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"))
 """Unicode's marks that change the direction of what follows."""
 
+MAX_WHOLE: Final = 12
+"""Characters of a state or a number: a column of such cells breaks none while the others have room."""
+
 
 def show_table(rows: Sequence[Mapping[str, object]], below: str = "") -> None:
     """Print rows of the same columns; None is shown as a dash.
@@ -38,13 +41,17 @@ def show_table(rows: Sequence[Mapping[str, object]], below: str = "") -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    console = Console()
+    table = Table(box=None, pad_edge=False, collapse_padding=True, header_style="bold")
     above = [number for number, column in enumerate(columns) if column != below]
-    for number in above:
-        table.add_column(columns[number].replace("_", " "), overflow="fold")
+    words = {number: [*columns[number].split("_"), *(line[number] for line in cells)] for number in above}
+    widths = {number: max(map(len, words[number])) for number in above}
+    has_room = sum(min(width, MAX_WHOLE) + 1 for width in widths.values()) <= console.width
+    for number, width in widths.items():
+        is_whole = has_room and width <= MAX_WHOLE
+        table.add_column(columns[number].replace("_", "\n"), overflow="fold", no_wrap=is_whole)
     for line in cells:
         table.add_row(*(Text(line[number], COLOURS.get(line[number], "")) for number in above))
-    console = Console()
     console.print(table)
     for row in rows:
         if row.get(below):

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hf_triton.hub.config_text import Fields, parse_config_text
+from hf_triton.protocol.names import MODEL_SETTINGS
 from hf_triton.runner.gpu_memory import WHOLE_GPU, GpuPart
-from hf_triton.settings import MODEL_SETTINGS
 
 CONFIG = "config.pbtxt"
 FRACTION = "gpu_memory_fraction"

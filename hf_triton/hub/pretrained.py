@@ -24,7 +24,8 @@ from hf_triton.hub.kind import find_tasks
 from hf_triton.hub.load_failures import explain_load
 from hf_triton.hub.sentence_modules import SPARSE_LINEAR
 from hf_triton.hub.weights import check_weights
-from hf_triton.settings import TEXT_TO_TEXT, ModelSettings, TaskName
+from hf_triton.protocol.names import TEXT_TO_TEXT, TaskName
+from hf_triton.settings import ModelSettings
 
 logger = logging.getLogger(__name__)
 

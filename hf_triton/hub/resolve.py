@@ -187,10 +187,9 @@ class Hub:
                 raise SettingsError(
                     f"{spec.setting} is the file {folder}: set it to the folder, and gguf_file to {folder.name}"
                 )
-            base = "" if os.path.isabs(spec.name) else f", relative to {self.model_folder.resolve()}"
-            raise HubError(
-                "path_not_found", f"there is no folder {folder} for '{spec.name}'{base}: correct {spec.setting}"
-            )
+            is_whole = os.path.isabs(spec.name)
+            base = "" if is_whole else f" for '{spec.name}', relative to {self.model_folder.resolve()}"
+            raise HubError("path_not_found", f"there is no folder {folder}{base}: correct {spec.setting}")
         try:
             if spec.needs_config:
                 find_gguf(folder, spec.gguf_file)

@@ -8,20 +8,22 @@ request is let in if its key has any left, and what it uses beyond them counts i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from time import monotonic
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hf_triton.errors import clip
 from hf_triton.openai.answers import json_output
 from hf_triton.openai.errors import ApiError
-from hf_triton.openai.key_lines import Quota
-from hf_triton.openai.metrics import CONCURRENT_REQUESTS, PERIODS_S, Metrics
 from hf_triton.openai.triton_messages import Generation, Outputs, TextRequest, base_name
+
+if TYPE_CHECKING:
+    from hf_triton.openai.key_lines import Quota
+    from hf_triton.openai.metrics import Metrics
 
 REQUESTS: Final = "requests"
 TOKENS: Final = "tokens"
@@ -29,6 +31,15 @@ HEADERS: Final = tuple(
     f"x-ratelimit-{what}-{kind}" for kind in (REQUESTS, TOKENS) for what in ("limit", "remaining", "reset")
 )
 """Of responses to keys with limits, as OpenAI names them."""
+PERIODS_S: Final[Mapping[str, float]] = {
+    "requests_per_minute": 60.0,
+    "tokens_per_minute": 60.0,
+    "tokens_per_day": 24 * 3600.0,
+}
+"""Limits of an API key over a time, and the time in seconds."""
+CONCURRENT_REQUESTS: Final = "concurrent_requests"
+LIMITS: Final = (*PERIODS_S, CONCURRENT_REQUESTS)
+"""All limits of an API key."""
 CURRENT: Final[ContextVar[Account | None]] = ContextVar("hf_triton_account", default=None)
 """The account of the request that is served; None: keys are not asked for."""
 

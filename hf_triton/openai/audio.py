@@ -24,7 +24,7 @@ from hf_triton.openai.fields import IGNORED, Fields, Ignored
 from hf_triton.openai.gateway import gateway_of, request_id_of
 from hf_triton.openai.sse import EventStream, event
 from hf_triton.openai.triton_messages import SPEECH, TextRequest, adapter_name
-from hf_triton.protocol.ports import JSON_OUTPUT
+from hf_triton.protocol.names import JSON_OUTPUT
 from hf_triton.protocol.task_declaration import AUDIO
 from hf_triton.protocol.validation import parse_boolean
 

@@ -9,17 +9,10 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from hf_triton.openai.accounts import LIMITS
+
 BUCKETS_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 PREFIX: Final = "hf_triton_openai"
-PERIODS_S: Final[Mapping[str, float]] = {
-    "requests_per_minute": 60.0,
-    "tokens_per_minute": 60.0,
-    "tokens_per_day": 24 * 3600.0,
-}
-"""Limits of an API key over a time, and the time in seconds."""
-CONCURRENT_REQUESTS: Final = "concurrent_requests"
-LIMITS: Final = (*PERIODS_S, CONCURRENT_REQUESTS)
-"""All limits of an API key."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from tritonclient.grpc import model_config_pb2, service_pb2
 
 from hf_triton.openai.triton_messages import Folder, read_outputs
 from hf_triton.protocol.model_info import MODEL_INFO, ModelInfo
-from hf_triton.protocol.ports import JSON_OUTPUT
+from hf_triton.protocol.names import JSON_OUTPUT
 
 TIMEOUT_S: Final = 1.0
 """Limit of a call."""

@@ -34,7 +34,7 @@ from hf_triton.openai.triton_messages import (
     SPARSE,
     Outputs,
 )
-from hf_triton.protocol.ports import JSON_OUTPUT
+from hf_triton.protocol.names import JSON_OUTPUT
 
 router = APIRouter(route_class=JsonRoute)
 ALL: Final = ("all_labels", "all_scores")

@@ -20,7 +20,7 @@ from hf_triton.openai.errors import RESPONSES
 from hf_triton.openai.fields import Texts
 from hf_triton.openai.gateway import request_id_of
 from hf_triton.openai.triton_messages import FILL_MASK, TOKEN_CLASSIFICATION
-from hf_triton.protocol.ports import JSON_OUTPUT
+from hf_triton.protocol.names import JSON_OUTPUT
 from hf_triton.protocol.task_declaration import MAX_FILLS
 
 router = APIRouter(route_class=JsonRoute)

@@ -18,7 +18,7 @@ from hf_triton.openai.gateway import gateway_of, request_id_of
 from hf_triton.openai.hints import pass_over
 from hf_triton.openai.triton_messages import Generation, Outputs
 from hf_triton.protocol.custom_tools import hosted_type
-from hf_triton.protocol.ports import JSON_OUTPUT
+from hf_triton.protocol.names import JSON_OUTPUT
 
 router = APIRouter(route_class=JsonRoute)
 OPTIONS: Final = ("add_special_tokens", "add_generation_prompt", "continue_final_message")

@@ -14,12 +14,17 @@ from tritonclient.grpc import service_pb2
 
 from hf_triton.openai.errors import ApiError
 from hf_triton.openai.tracing import caller
-from hf_triton.protocol.chat import MESSAGES
 from hf_triton.protocol.model_info import ModelInfo
-from hf_triton.protocol.ports import TEXT_OUTPUTS
-from hf_triton.protocol.prompts import PROMPT, PROMPT_TOKEN_IDS
+from hf_triton.protocol.names import (
+    MESSAGES,
+    MODEL_SETTINGS,
+    PROMPT,
+    PROMPT_TOKEN_IDS,
+    TEXT_OUTPUTS,
+    TEXT_TO_TEXT,
+    TaskName,
+)
 from hf_triton.protocol.thinking import SWITCHES, switched, unread
-from hf_triton.settings import MODEL_SETTINGS, TEXT_TO_TEXT, TaskName
 
 DOOR_SUFFIX: Final = "_stream"
 ADAPTER_MARK: Final = ":"

@@ -26,13 +26,13 @@ from hf_triton.protocol.custom_tools import (
     format_of,
     hosted_type,
 )
+from hf_triton.protocol.names import MESSAGES
 from hf_triton.protocol.past import MAX_DEPTH, is_deep, read_assistant_message
 from hf_triton.protocol.tool_choice import ForcedCall, allowed_tools, forced_call, read_tool_choice
 from hf_triton.protocol.validation import parse_json, problems, suggest, validated
 
 logger = logging.getLogger(__name__)
 
-MESSAGES: Final = "messages"
 EXAMPLE: Final = '{"role": "user", "content": "..."}'
 ASSISTANT: Final = "assistant"
 TOOL: Final = "tool"

@@ -22,7 +22,7 @@ EXAMPLE: Final = '{"type": "grammar", "grammar": {"syntax": "lark", "definition"
 class CustomTool(BaseModel):
     """The `custom` of a tool of that type."""
 
-    model_config = ConfigDict(frozen=True, strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, strict=True)
 
     name: Annotated[str, annotated_types.MinLen(1)]
     description: str | None = None

@@ -7,19 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from hf_triton.errors import SettingsError
-from hf_triton.protocol.chat import MESSAGES
 from hf_triton.protocol.dialects import ALIASES, DIALECT_INPUTS, DIALECT_TYPES, SUGGESTIONS
+from hf_triton.protocol.names import JSON_OUTPUT, LEGACY_TEXT, MESSAGES, PROMPT, PROMPT_TOKEN_IDS, TEXT
 from hf_triton.protocol.options import BEFORE_INPUTS, PARAMETERS
-from hf_triton.protocol.prompts import PROMPT, PROMPT_ALIASES, PROMPT_TOKEN_IDS, SOURCES
+from hf_triton.protocol.prompts import PROMPT_ALIASES, SOURCES
 from hf_triton.protocol.validation import suggest, value_type
 
-TEXT: Final = "text_output"
-LEGACY_TEXT: Final = "text"
-"""The output's name in the Triton tutorial; filled too if config.pbtxt declares it."""
-TEXT_OUTPUTS: Final = (TEXT, LEGACY_TEXT)
 MESSAGE: Final = "message"
-JSON_OUTPUT: Final = "output"
-"""One JSON text for each row, under the name that MLServer gives it."""
 PROMPT_LOGPROBS: Final = "prompt_logprobs"
 OUTPUTS: Final[Mapping[str, str]] = {
     TEXT: "TYPE_STRING",

@@ -12,11 +12,10 @@ import numpy as np
 from pydantic_core import from_json
 
 from hf_triton.errors import RequestError, clip
-from hf_triton.protocol.chat import MESSAGES, Chat, parse_chat
+from hf_triton.protocol.chat import Chat, parse_chat
+from hf_triton.protocol.names import MESSAGES, PROMPT, PROMPT_TOKEN_IDS
 from hf_triton.protocol.tensors import Array, decode_string
 
-PROMPT: Final = "text_input"
-PROMPT_TOKEN_IDS: Final = "prompt_token_ids"
 SOURCES: Final = (PROMPT, MESSAGES, PROMPT_TOKEN_IDS)
 """A request gives one of them."""
 PROMPT_ALIASES: Final = ("args", "text_inputs")

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from hf_triton.protocol.ports import LEGACY_TEXT, OUTPUTS, PROMPT_LOGPROBS, TEXT
+from hf_triton.protocol.names import LEGACY_TEXT, TEXT
+from hf_triton.protocol.ports import OUTPUTS, PROMPT_LOGPROBS
 from hf_triton.protocol.requests import GenerationRequest
 from hf_triton.protocol.tensors import Array, encode_strings
 

@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from hf_triton.errors import SettingsError, clip
-from hf_triton.protocol.ports import JSON_OUTPUT as JSON_OUTPUT
+from hf_triton.protocol.names import JSON_OUTPUT as JSON_OUTPUT
 from hf_triton.protocol.ports import TENSOR_TYPES
 from hf_triton.protocol.token_rows import TOKEN_INPUTS, TOKEN_TYPE
 from hf_triton.protocol.validation import suggest, value_type

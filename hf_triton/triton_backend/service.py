@@ -12,7 +12,7 @@ from typing import Any
 
 from hf_triton.errors import HfTritonError, RequestError, where
 from hf_triton.protocol.model_info import ModelInfo, asks_for_info
-from hf_triton.protocol.ports import JSON_OUTPUT, TEXT_OUTPUTS
+from hf_triton.protocol.names import JSON_OUTPUT, TEXT_OUTPUTS
 from hf_triton.protocol.prompts import prompt_shape
 from hf_triton.protocol.requests import check_parameter_names, is_cancel_request
 from hf_triton.protocol.tensors import encode_strings

@@ -142,6 +142,21 @@ def test_a_terminal_has_reasons_below_the_table(
     assert " ".join(below) == f"broken: {reason}"
 
 
+def test_a_table_of_a_hundred_columns_breaks_no_state_and_no_number(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    columns = ("engine", "running", "waiting", "kv_use", "requests", "tokens_in", "tokens_out")
+    numbers = ("onnxruntime", 128, 1024, "50%", 1234567, 123456789, 23456789)
+    name = "qwen2.5-0.5b-instruct-q4_k_m"
+    show_table([{"model": name, "state": "UNAVAILABLE", "size": "15.2 GB", **dict(zip(columns, numbers, strict=True))}])
+    lines = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out).splitlines()
+    assert {"UNAVAILABLE", *map(str, numbers)} < set(lines[2].split())
+    assert (lines[2].split()[0] + lines[3].strip(), max(map(len, lines))) == (name, 100)
+
+
 CODE = "```python\na = 1\n\nb = 2\n```\n\n"
 
 
@@ -204,3 +219,17 @@ def test_what_a_checkpoint_writes_cannot_steer_the_terminal(
     sentence, rest, failed = capsys.readouterr().err.splitlines()
     assert (sentence, rest) == ("error: invalid_input: it rejects ]0;titlethis", "and é 🙂")
     assert failed.endswith("it rejects ]0;titlethis")
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "written"),
+    [
+        ("settings >&-", 0, ""),
+        ("generate <&-", 2, "error: wrong_usage: the prompt is empty: standard input has no text\n"),
+        ("settings zzz 2>&-", 2, ""),
+    ],
+)
+def test_a_closed_stream_is_an_empty_one(line: str, code: int, written: str) -> None:
+    command = f"{Path(sys.executable).with_name('hf-triton')} {line}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", written)

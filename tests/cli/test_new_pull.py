@@ -53,6 +53,12 @@ def test_a_task_alone_is_enough_for_a_folder(tmp_path: Path) -> None:
         assert f'string_value: "{value}"' in config
 
 
+def test_a_folder_may_name_one_of_another_machine(tmp_path: Path) -> None:
+    done = hf_triton("new", "mine", "--model=/nowhere/llama", f"--into={tmp_path}")
+    assert done.stderr == "There is no folder '/nowhere/llama' here: it must exist where the model is served.\n"
+    assert 'value { string_value: "/nowhere/llama" }' in (tmp_path / "mine" / "config.pbtxt").read_text()
+
+
 def test_one_gguf_file_is_pulled_and_copied(hub: LoopbackHub, tmp_path: Path) -> None:
     environment = hub.environment() | {"HF_HOME": str(tmp_path / "home")}
     refused = hf_triton("pull", GGUF, **environment)
@@ -85,6 +91,8 @@ WRONG = {
     "no model": (["new", "mine"], 2, "give --model, or one of these as --task: text-generation, "),
     "a task without a default": (["new", "mine", "--task=rerank"], 2, "give --model, or one of these as --task: "),
     "no such checkpoint": (["new", "mine", "--model=./nowhere"], 3, "there is no folder './nowhere'"),
+    "no model of any kind": (["new", "mine", "--model=a/b/c"], 3, "'a/b/c', and it is no name on the Hub (OWNER/NAME)"),
+    "an empty model": (["new", "mine", "--model="], 3, "there is no folder '', and it is no name on the Hub"),
     "bad name": (["new", "a b", "--model=a/b"], 2, "NAME must have ASCII letters"),
     "two ways to stream": (["new", "mine", "--model=a/b", "--stream", "--stream-door"], 2, "exclude each other"),
     "unknown setting": (

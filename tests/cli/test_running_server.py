@@ -94,8 +94,8 @@ def test_status_on_a_terminal_has_reasons_below(server: TritonServer) -> None:
     lines = re.sub(r"\x1b\[[\d;]*m", "", terminal.output).splitlines()
     assert lines[0].startswith("Triton 24.10 (2.51.0) at ")
     assert all(len(line) <= 120 for line in lines)
-    assert [line.split()[0] for line in lines[1:7]] == ["model", "broken", "demo", "garbled", "slow", "spare"]
-    assert lines[7].startswith("broken: path_not_found: there is no folder ")
+    assert [line.split()[0] for line in lines[2:8]] == ["model", "broken", "demo", "garbled", "slow", "spare"]
+    assert lines[8].startswith("broken: path_not_found: there is no folder ")
 
 
 def test_a_distant_triton_is_reached(server: TritonServer) -> None:
@@ -167,7 +167,7 @@ def test_ctrl_c_cancels_the_request_on_the_server(server: TritonServer) -> None:
 
 def test_chat_from_a_pipe_answers_line_by_line(server: TritonServer, tmp_path: Path) -> None:
     file = tmp_path / "chat.json"
-    lines = ["Hello \\", "there", "", "How are you?", f"/save {file}", "/reset", "/quit", "never"]
+    lines = ["Hello \\", "there", "", "How are you?", f"/save {file}", "/clear", "/quit", "never"]
     done = run(server, "chat", "demo", "--system=Be brief.", "--max-tokens=8", stdin="\n".join(lines))
     assert done.returncode == 0, done.stderr
     messages = json.loads(file.read_text())

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from hf_triton.protocol.names import SERVER_VARIABLE
 from hf_triton.server import free_ports
-from hf_triton.settings import SERVER_VARIABLE
 from hf_triton.testing import LoopbackHub, build_tiny_checkpoint
 from tests.support.fleet import LENGTHS, MODEL, NAMES, NUM_CLIENTS, PROMPTS, Fleet, Load, Replica, Texts, fleet
 from tests.support.gateway import wait_until

@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,6 +31,7 @@ GUIDES = (*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "S
 DEMO = ROOT / "hf_triton" / "demo"
 MAX_README_LINES = 250
 MAX_CELL = 200
+MAX_PAGE_LINES = 1500
 
 
 def blocks(language: str, *documents: Path) -> list[str]:
@@ -62,6 +64,22 @@ def test_tables_match_their_declarations(render_docs: ModuleType) -> None:
 
 def test_readme_is_short() -> None:
     assert len(README.read_text().splitlines()) <= MAX_README_LINES
+
+
+def test_the_page_is_small() -> None:
+    files = [path for path in (ROOT / "hf_triton" / "openai" / "page").iterdir() if path.suffix in (".js", ".css")]
+    assert sum(len(path.read_text().splitlines()) for path in files) <= MAX_PAGE_LINES
+
+
+def test_make_tells_of_busy_ports_before_it_installs(tmp_path: Path) -> None:
+    for name in ("Makefile", "hf_triton", "pyproject.toml", "constraints.txt"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = subprocess.run(["make", "serve", f"HTTP_PORT={port}"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert re.match(rf"in use: \[{port}\b.*; try make serve HTTP_PORT=8010 ", done.stderr)
+    assert not (tmp_path / ".venv").exists()
 
 
 def test_first_screen_has_the_two_commands() -> None:
@@ -138,7 +156,7 @@ def _anchors(document: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [*DOCUMENTS, *(ROOT / "docs" / "moving").glob("*.md")], ids=lambda path: path.name)
 def test_tables_can_be_read_on_a_narrow_page(path: Path) -> None:
     rows = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
     assert [row[:80] for row in rows if max(map(len, row.split(" | "))) > MAX_CELL + len("|  |")] == []

@@ -20,8 +20,9 @@ from safetensors.torch import load_file
 from hf_triton.errors import CODES, CheckpointError, LoadError, SettingsError
 from hf_triton.hub.checkpoint import Checkpoint, Placement, context_length, load_checkpoint
 from hf_triton.hub.resolve import Hub
+from hf_triton.protocol.names import TaskName
 from hf_triton.protocol.parameters import GenerationParameters
-from hf_triton.settings import DEFAULT_MODELS, ModelSettings, TaskName
+from hf_triton.settings import DEFAULT_MODELS, ModelSettings
 from hf_triton.testing import (
     LoopbackHub,
     add_tensor,

@@ -19,10 +19,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from hf_triton.errors import SettingsError
-from hf_triton.openai.accounts import HEADERS
+from hf_triton.openai.accounts import HEADERS, LIMITS
 from hf_triton.openai.app import build_app
 from hf_triton.openai.config import GatewayConfig
-from hf_triton.openai.metrics import LIMITS
 from hf_triton.testing import TritonServer
 from tests.support.gateway import GatewayThread, num_running, wait_until
 from tests.support.paths import ROOT

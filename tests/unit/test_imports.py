@@ -23,3 +23,10 @@ def test_a_command_starts_without_what_others_need(module: str) -> None:
     command = [sys.executable, "-c", LISTS_MODULES.format(module=module)]
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     assert {"fastapi", "grpc", "numpy", "pydantic", "rich"} & set(listed) == set()
+
+
+def test_a_command_for_a_running_server_starts_without_settings_and_metrics() -> None:
+    modules = "hf_triton.cli.listing, hf_triton.openai.triton"
+    command = [sys.executable, "-c", LISTS_MODULES.format(module=modules)]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert {"hf_triton.settings", "hf_triton.protocol.parameters", "prometheus_client", "rich"} & set(listed) == set()

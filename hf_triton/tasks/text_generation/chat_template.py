@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from hf_triton.errors import RequestError, SettingsError, clip
-from hf_triton.protocol.chat import MESSAGES, RESERVED, Chat
+from hf_triton.protocol.chat import RESERVED, Chat
+from hf_triton.protocol.names import MESSAGES
 from hf_triton.protocol.thinking import SWITCHES, switched, unread
 
 MAX_TEMPLATE_ERROR: Final = 300  # characters of a template's own error message

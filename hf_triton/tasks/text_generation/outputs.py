@@ -11,7 +11,8 @@ from functools import cache
 from typing import Any, Final
 
 from hf_triton.engine.sequence import Completion, FinishReason
-from hf_triton.protocol.ports import JSON_OUTPUT, LEGACY_TEXT, MESSAGE, PROMPT_LOGPROBS, TEXT
+from hf_triton.protocol.names import JSON_OUTPUT, LEGACY_TEXT, TEXT
+from hf_triton.protocol.ports import MESSAGE, PROMPT_LOGPROBS
 from hf_triton.protocol.requests import GenerationRequest
 from hf_triton.protocol.responses import encode_output, outputs_to_fill
 from hf_triton.protocol.tensors import Array

@@ -16,8 +16,8 @@ from hf_triton.engine.types import GenerationEngine, Observer, eos_ids
 from hf_triton.errors import HfTritonError, RequestError, SettingsError, as_own_error, panics_as_errors
 from hf_triton.grammar.compiler import GrammarCompiler
 from hf_triton.protocol.model_info import ModelInfo
+from hf_triton.protocol.names import JSON_OUTPUT
 from hf_triton.protocol.parameters import parse_parameters
-from hf_triton.protocol.ports import JSON_OUTPUT
 from hf_triton.protocol.prompts import Limits
 from hf_triton.protocol.requests import (
     GenerationRequest,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from hf_triton.errors import CheckpointError, RequestError, clip
-from hf_triton.settings import TEXT_TO_TEXT
+from hf_triton.protocol.names import TEXT_TO_TEXT
 
 if TYPE_CHECKING:
     from hf_triton.hub.checkpoint import Checkpoint

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names that model folders and clients of Triton share. Imports nothing, so that a command starts at once."""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+PROMPT: Final = "text_input"
+PROMPT_TOKEN_IDS: Final = "prompt_token_ids"
+MESSAGES: Final = "messages"
+TEXT: Final = "text_output"
+LEGACY_TEXT: Final = "text"
+"""The output's name in the Triton tutorial; filled too if config.pbtxt declares it."""
+TEXT_OUTPUTS: Final = (TEXT, LEGACY_TEXT)
+JSON_OUTPUT: Final = "output"
+"""One JSON text for each row, under the name that MLServer gives it."""
+TaskName = Literal[
+    "text-generation",
+    "embeddings",
+    "rerank",
+    "text-classification",
+    "token-classification",
+    "question-answering",
+    "fill-mask",
+    "zero-shot-classification",
+    "feature-extraction",
+    "sparse-embeddings",
+    "tokenization",
+    "image-classification",
+    "summarization",
+    "translation",
+    "text2text-generation",
+    "automatic-speech-recognition",
+]
+TEXT_TO_TEXT: Final[tuple[TaskName, ...]] = ("summarization", "translation", "text2text-generation")
+"""Tasks that generate text with an encoder-decoder, see `hf_triton.tasks.text_generation.text_to_text`."""
+MODEL_SETTINGS: Final = frozenset({"huggingface_model", "task"})
+"""A folder that sets one of them has a model of its own; a stream door does not."""
+SERVER_VARIABLE: Final = "HF_TRITON_SERVER"
+"""Of the command line: the address of a running server. No setting."""
