@@ -22,7 +22,7 @@ from hf_triton.cli.folders import (
 )
 from hf_triton.cli.model_folder import TASKS
 from hf_triton.cli.own_code import own_class
-from hf_triton.cli.sizes import dtype_name, loaded_bytes, model_outline
+from hf_triton.cli.sizes import dtype_name, loaded_bytes, model_outline, read_dtype
 from hf_triton.cli.tensors import check_tensors
 from hf_triton.engine.decoding import decoding_error
 from hf_triton.errors import HfTritonError, HubError, SettingsError
@@ -223,6 +223,7 @@ class FolderCheck:
                     self._add("weights", "ok", "the tensors of the model")
         if settings.has_weights:
             with self._errors("memory"):
+                read_dtype(checkpoint, model_config, settings)
                 num_bytes = loaded_bytes(checkpoint, model_config, kind, settings, from_files=not is_undone)
                 outline = None if task is not None else model_outline(kind, model_config, settings)
                 self._check_memory(num_bytes, model_config, settings, device_of(config), outline)

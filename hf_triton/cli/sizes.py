@@ -43,7 +43,8 @@ def loaded_bytes(
         return sum(path.stat().st_size for path in folder.glob(f"{file.name}*"))
     from_files = from_files and not gguf_of(folder, settings)
     num_bytes = _bytes_in_safetensors(folder, config, settings) if from_files else None
-    if num_bytes is None and type(config) in kind._model_mapping:
+    is_as_stored = num_bytes is not None and is_quantized(config)
+    if type(config) in kind._model_mapping and not is_as_stored:
         return _bytes_of_parameters(kind, config, settings)
     return num_bytes
 
@@ -62,8 +63,23 @@ def _bytes_in_safetensors(folder: Path, config: Any, settings: ModelSettings) ->
 
 
 def _bytes_of_parameters(kind: Any, config: Any, settings: ModelSettings) -> int:
-    """By a model without weights, for random weights, pickle and GGUF files."""
+    """By a model without weights: files may hold tied tensors twice, and those of another head."""
     return int(build_without_weights(kind, config, settings).get_memory_footprint(return_buffers=False))
+
+
+def read_dtype(folder: Path, config: Any, settings: ModelSettings) -> None:
+    """Give a config that states no dtype the one of the checkpoint's files, as a load does.
+
+    Raises:
+        CheckpointError: A file is damaged.
+    """
+    from transformers.modeling_utils import get_state_dict_dtype, load_state_dict
+
+    if config.dtype is not None or settings.load_format != "auto" or gguf_of(folder, settings):
+        return
+    for name in weight_files(folder, [path.name for path in folder.iterdir()], allow_pickle=False)[:1]:
+        _read_header(folder / name)
+        config.dtype = get_state_dict_dtype(load_state_dict(folder / name, map_location="meta"))
 
 
 def build_without_weights(kind: Any, config: Any, settings: ModelSettings) -> Any:
