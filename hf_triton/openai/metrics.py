@@ -123,7 +123,7 @@ class Metrics:
             return generate_latest(self.registry)
         for file in Path(os.environ[SHARED]).glob("gauge_live*.db"):
             pid = int(file.stem.rpartition("_")[2])
-            if not Path("/proc", str(pid)).exists():
+            if not Path(f"/proc/{pid}").exists():
                 mark_process_dead(pid)  # type: ignore[no-untyped-call]
         registry = CollectorRegistry()
         MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
