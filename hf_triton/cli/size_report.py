@@ -67,10 +67,7 @@ class SizeReport:
 
     @cached_property
     def _model(self) -> Any:
-        """The model without weights; None: transformers has none, but the repository's own code."""
         found = self._found
-        if type(found.config) not in found.kind._model_mapping:
-            return None
         return build_without_weights(found.kind, found.config, found.settings)
 
     def run(self, name: str) -> None:
@@ -112,7 +109,7 @@ class SizeReport:
         found, is_undone = self._found, False
         if self._gpu == CPU and (quantization := check_quantization(found.config, found.settings)):
             is_undone = quantization[1]
-        weights = loaded_bytes(found.folder, found.config, found.kind, found.settings, from_files=not is_undone)
+        weights = loaded_bytes(found.folder, found.config, self._model, found.settings, from_files=not is_undone)
         if weights is None:
             raise CheckpointError(
                 "unsupported_model",

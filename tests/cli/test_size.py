@@ -349,6 +349,7 @@ WRONG: dict[str, tuple[list[str], int, str]] = {
     "damaged weights": (["DAMAGED"], 1, "model.safetensors is no safetensors file, or half of one"),
     "no config": (["EMPTY"], 1, "has no config.json"),
     "a wrong config": (["WRONG"], 1, "config.json"),
+    "images alone": (["CLIP"], 1, "CLIPConfig is not one of the models of transformers' AutoModelForCausalLM"),
     "impossible sizes": (["IMPOSSIBLE"], 1, "cannot be"),
 }
 
@@ -373,8 +374,9 @@ def test_wrong_use_has_a_sentence_and_an_exit_code(
     weights.write_bytes(weights.read_bytes()[:3000])
     config = json.loads((impossible / "config.json").read_text())
     (impossible / "config.json").write_text(json.dumps(config | {"num_attention_heads": 0}))
-    for name in ("empty", "wrong", "huge"):
+    for name in ("empty", "wrong", "huge", "clip"):
         (tmp_path / name).mkdir()
+    (tmp_path / "clip" / "config.json").write_text('{"model_type": "clip"}')
     (tmp_path / "wrong" / "config.json").write_text('{"model_type": "llama", "hidden_size": "many"}')
     (tmp_path / "huge" / "config.json").write_text(json.dumps(config | {"vocab_size": 10**18}))
     places = {
@@ -386,6 +388,7 @@ def test_wrong_use_has_a_sentence_and_an_exit_code(
         "IMPOSSIBLE": impossible,
         "EMPTY": tmp_path / "empty",
         "WRONG": tmp_path / "wrong",
+        "CLIP": tmp_path / "clip",
     }
     with pytest.raises(SystemExit) as ended:
         main(["size", *(str(places.get(word, word)) for word in arguments)])
