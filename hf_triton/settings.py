@@ -32,6 +32,8 @@ SERVICE_LINK: Final = re.compile(
     r"HF_TRITON_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
 )
 """What Kubernetes tells each pod of a Service whose name begins with `hf-triton`. No setting."""
+MOST_SEQS: Final = 4096
+"""The most sequences that one model can run at a time."""
 SECRET_WORDS: Final = ("token", "secret", "password", "api_key")
 
 Seconds = Annotated[float, annotated_types.Gt(0), annotated_types.Le(7 * 24 * 3600)]
@@ -213,7 +215,7 @@ class ModelSettings(BaseModel):
     """Maximum number of prompts in one request."""
 
     max_num_seqs: Annotated[
-        Annotated[int, annotated_types.Ge(1), annotated_types.Le(4096)] | None, FormerName("max_batch_rows")
+        Annotated[int, annotated_types.Ge(1), annotated_types.Le(MOST_SEQS)] | None, FormerName("max_batch_rows")
     ] = None
     """Maximum number of sequences decoded concurrently; further ones are queued. By default 32, and 256 on a CUDA
     GPU."""

@@ -22,7 +22,7 @@ from hf_triton.cli.folders import (
 )
 from hf_triton.cli.model_folder import TASKS
 from hf_triton.cli.own_code import own_class
-from hf_triton.cli.sizes import dtype_name, loaded_bytes, model_outline
+from hf_triton.cli.sizes import build_without_weights, dtype_name, loaded_bytes, read_dtype
 from hf_triton.cli.tensors import check_tensors
 from hf_triton.engine.decoding import decoding_error
 from hf_triton.errors import HfTritonError, HubError, SettingsError
@@ -189,14 +189,20 @@ class FolderCheck:
     def _check_weights(
         self, checkpoint: Path, model_config: Any, settings: ModelSettings, task: Any, config: Mapping[str, Any]
     ) -> None:
-        from hf_triton.hub.pretrained import architecture_names, check_attention, check_quantization, model_class
+        from hf_triton.hub.pretrained import (
+            architecture_names,
+            check_attention,
+            check_known,
+            check_quantization,
+            model_class,
+        )
+        from hf_triton.runner.outline import measure_outline
 
         kind, auto_class_name = None, task.auto_class if task else None
         with self._errors("model"):
             found = model_class(checkpoint, model_config, settings, auto_class_name)
             architecture = architecture_names(model_config)
-            if type(model_config) not in found._model_mapping and not settings.trust_remote_code:
-                raise SettingsError(f"{architecture} is not one of the models of transformers' {found.__name__}")
+            check_known(found, model_config, settings)
             check_attention(found, model_config, settings)
             if task is not None:
                 task.check_config(model_config, settings)
@@ -223,8 +229,10 @@ class FolderCheck:
                     self._add("weights", "ok", "the tensors of the model")
         if settings.has_weights:
             with self._errors("memory"):
-                num_bytes = loaded_bytes(checkpoint, model_config, kind, settings, from_files=not is_undone)
-                outline = None if task is not None else model_outline(kind, model_config, settings)
+                read_dtype(checkpoint, model_config, settings)
+                model = build_without_weights(kind, model_config, settings)
+                num_bytes = loaded_bytes(checkpoint, model_config, model, settings, from_files=not is_undone)
+                outline = None if task or model_config.is_encoder_decoder or not model else measure_outline(model)
                 self._check_memory(num_bytes, model_config, settings, device_of(config), outline)
 
     def _check_memory(

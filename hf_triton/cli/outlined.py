@@ -18,9 +18,10 @@ from hf_triton.cli.folders import folder_defect, is_checkpoint, is_model_folder,
 from hf_triton.cli.model_folder import check_settings, model_settings
 from hf_triton.cli.own_code import own_class
 from hf_triton.cli.repositories import DEMO_NAME, demo_repository
+from hf_triton.cli.sizes import read_dtype
 from hf_triton.errors import HubError, SettingsError
 from hf_triton.hub.kind import find_task, find_way
-from hf_triton.hub.pretrained import gguf_of, load_config, model_class
+from hf_triton.hub.pretrained import check_known, gguf_of, load_config, model_class
 from hf_triton.hub.process import DownloadLimits, download
 from hf_triton.hub.resolve import Hub
 from hf_triton.hub.spec import CheckpointSpec
@@ -70,7 +71,9 @@ def outlined(model: str, given: Mapping[str, str]) -> Iterator[Outlined]:
 
         task = (own and own.task_class) or task_class(name, find_way(folder))
         config = load_config(folder, settings)
+        read_dtype(folder, config, settings)
         kind = model_class(folder, config, settings, task.auto_class if task else None)
+        check_known(kind, config, settings)
         yield Outlined(folder, settings, config, task, kind)
 
 

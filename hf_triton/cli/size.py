@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hf_triton.cli.outlined import Outlined
 
 COUNT: Final = click.IntRange(min=1)
+RATE: Final = click.FloatRange(1e-9, 1e12)
 DTYPES: Final = ("auto", "float32", "float16", "bfloat16")
 EFFICIENCY: Final = 0.5
 """Of a card's bandwidth and arithmetic, unless it is given: an assumption, and no measurement."""
@@ -30,20 +31,20 @@ EFFICIENCY: Final = 0.5
 @click.option("--gpu", type=CardName(), default=CPU, help=f"{', '.join(CARDS)}; by default this machine's memory.")
 @click.option("--context", type=click.IntRange(min=2), help="Tokens of a sequence. By default the model's context.")
 @click.option("--concurrency", type=COUNT, help="Sequences at a time. By default max_num_seqs.")
-@click.option("--rate", type=click.FloatRange(min=0, min_open=True), help="Requests per second in all.")
+@click.option("--rate", type=RATE, help="Requests per second in all.")
 @click.option("--input", "prompt", type=COUNT, help="Tokens of a prompt, for --rate.")
 @click.option("--output", type=COUNT, help="Tokens of a completion, for --rate.")
 @click.option("--dtype", type=click.Choice(DTYPES), help="Of the weights. By default the checkpoint's.")
 @click.option(
     "--efficiency",
-    type=click.FloatRange(0, 1, min_open=True),
+    type=click.FloatRange(0.001, 1),
     default=EFFICIENCY,
     show_default=True,
     help="The part of the card's bandwidth and peak that estimates assume.",
 )
 @click.option(
     "--measured",
-    type=click.FloatRange(min=0, min_open=True),
+    type=RATE,
     help="Requests per second that one replica answers, as `hf-triton bench` measures them.",
 )
 @SET
@@ -72,8 +73,8 @@ def size(
     if rate is not None and prompt is None:
         raise click.UsageError("--rate needs the tokens of a request: give --input, and --output if it generates")
     for option, number in (("--rate", rate), ("--measured", measured), ("--efficiency", efficiency)):
-        if number is not None and not math.isfinite(number):
-            raise click.UsageError(f"{option} must be a finite number, got {number}")
+        if number is not None and math.isnan(number):
+            raise click.UsageError(f"{option} must be a number, got {number}")
     for name in NOISY:
         logging.getLogger(name).setLevel(logging.ERROR)
     from hf_triton.cli.outlined import outlined

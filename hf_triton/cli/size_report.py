@@ -19,6 +19,7 @@ from hf_triton.runner.budget import FreeMemory, size_words
 from hf_triton.runner.device import DEFAULT_NUM_SEQS, MAX_NUM_SEQS
 from hf_triton.runner.gpu_memory import USED_FRACTION
 from hf_triton.runner.outline import measure_outline
+from hf_triton.settings import MOST_SEQS
 
 LAUNCHES_S: Final = 0.001
 """Steps that are estimated to be shorter are bound by what is not counted."""
@@ -66,10 +67,7 @@ class SizeReport:
 
     @cached_property
     def _model(self) -> Any:
-        """The model without weights; None: transformers has none, but the repository's own code."""
         found = self._found
-        if type(found.config) not in found.kind._model_mapping:
-            return None
         return build_without_weights(found.kind, found.config, found.settings)
 
     def run(self, name: str) -> None:
@@ -96,9 +94,7 @@ class SizeReport:
         )
         number = self._describe_room(room)
         if number and self._can_estimate():
-            self._describe_speed(
-                Speed(room, num_parameters, CARDS[self._gpu], self._efficiency), min(number, self._concurrency)
-            )
+            self._describe_speed(Speed(room, num_parameters, CARDS[self._gpu], self._efficiency), number)
 
     def _add(self, name: str, value: Any, words: str, source: str) -> None:
         self.values[name] = value
@@ -113,7 +109,7 @@ class SizeReport:
         found, is_undone = self._found, False
         if self._gpu == CPU and (quantization := check_quantization(found.config, found.settings)):
             is_undone = quantization[1]
-        weights = loaded_bytes(found.folder, found.config, found.kind, found.settings, from_files=not is_undone)
+        weights = loaded_bytes(found.folder, found.config, self._model, found.settings, from_files=not is_undone)
         if weights is None:
             raise CheckpointError(
                 "unsupported_model",
@@ -136,7 +132,7 @@ class SizeReport:
         return total
 
     def _describe_room(self, room: Room) -> int:
-        """Add what a model that generates takes; returns how many sequences fit."""
+        """Add what a model that generates takes; returns how many sequences a replica runs at a time."""
         outline, context, concurrency = room.outline, self._load.context, self._concurrency
         source = "the engine's own cache, of a forward without weights"
         self._add_bytes("kv_cache_bytes_per_token", outline.bytes_per_token if outline.has_keys else 0, source)
@@ -152,15 +148,16 @@ class SizeReport:
         if not number:
             self.notes.append(self._too_large(room, each))
             return 0
-        replicas = math.ceil(concurrency / number)
+        running = min(number, MOST_SEQS)
+        replicas = math.ceil(concurrency / running)
         self._add("replicas_for_concurrency", replicas, f"{replicas:,}", f"for {concurrency} of these sequences")
-        running = min(number, math.ceil(concurrency / replicas))
+        running = min(running, math.ceil(concurrency / replicas))
         settings = {"max_num_seqs": running, "max_context_length": context}
         if outline.has_keys:
             settings["max_cache_tokens"] = max(256, running * room.sequence_tokens(context))
         words = " ".join(f"{name}={value}" for name, value in settings.items())
         self._add("settings", settings, words, "of the folder of each replica")
-        return number
+        return running
 
     def _too_large(self, room: Room, sequence: int) -> str:
         remedy = "Not one such sequence fits: use quantised weights, a smaller --dtype, a shorter --context"

@@ -7,7 +7,7 @@ import copy
 import json
 import struct
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from hf_triton.errors import CheckpointError
 from hf_triton.hub.graph import check_graph
@@ -15,23 +15,20 @@ from hf_triton.hub.pretrained import gguf_of, is_quantized, loading
 from hf_triton.hub.snapshot import weight_files
 from hf_triton.settings import ModelSettings
 
-if TYPE_CHECKING:
-    from hf_triton.runner.outline import Outline
-
 BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
 BYTES_IN_FILE: Final = {"F32": 4, "F16": 2, "BF16": 2}
 """The dtypes that are converted at load."""
 
 
 def loaded_bytes(
-    folder: Path, config: Any, kind: Any, settings: ModelSettings, *, from_files: bool = True
+    folder: Path, config: Any, model: Any, settings: ModelSettings, *, from_files: bool = True
 ) -> int | None:
     """Bytes of a checkpoint's weights in the dtype that they are loaded in; None: nothing on disk says.
 
     Args:
         folder: The checkpoint.
         config: The model's config.
-        kind: The auto class of transformers that loads it.
+        model: See `build_without_weights`. Files may hold tied tensors twice, and those of another head.
         settings: The dtype.
         from_files: Whether the files have the dtypes and shapes that are loaded.
 
@@ -43,9 +40,10 @@ def loaded_bytes(
         return sum(path.stat().st_size for path in folder.glob(f"{file.name}*"))
     from_files = from_files and not gguf_of(folder, settings)
     num_bytes = _bytes_in_safetensors(folder, config, settings) if from_files else None
-    if num_bytes is None and type(config) in kind._model_mapping:
-        return _bytes_of_parameters(kind, config, settings)
-    return num_bytes
+    is_as_stored = num_bytes is not None and is_quantized(config)
+    if model is None or is_as_stored:
+        return num_bytes
+    return int(model.get_memory_footprint(return_buffers=False))
 
 
 def _bytes_in_safetensors(folder: Path, config: Any, settings: ModelSettings) -> int | None:
@@ -61,31 +59,38 @@ def _bytes_in_safetensors(folder: Path, config: Any, settings: ModelSettings) ->
     return total if names else None
 
 
-def _bytes_of_parameters(kind: Any, config: Any, settings: ModelSettings) -> int:
-    """By a model without weights, for random weights, pickle and GGUF files."""
-    return int(build_without_weights(kind, config, settings).get_memory_footprint(return_buffers=False))
+def read_dtype(folder: Path, config: Any, settings: ModelSettings) -> None:
+    """Give a config that states no dtype the one of the checkpoint's files, as a load does.
+
+    Raises:
+        CheckpointError: A file is damaged.
+    """
+    from transformers.modeling_utils import get_state_dict_dtype, load_state_dict
+
+    if config.dtype is not None or settings.load_format != "auto" or gguf_of(folder, settings):
+        return
+    for name in weight_files(folder, [path.name for path in folder.iterdir()], allow_pickle=False)[:1]:
+        _read_header(folder / name)
+        read: Any = get_state_dict_dtype
+        config.dtype = read(load_state_dict(folder / name, map_location="meta"))
 
 
 def build_without_weights(kind: Any, config: Any, settings: ModelSettings) -> Any:
     """A model on torch's device `meta`, in the dtype that it is loaded in, in eval mode.
+
+    Returns:
+        None: transformers has none, but the repository's own code.
 
     Raises:
         LoadError: Its config cannot be one of a model.
     """
     import torch
 
+    if type(config) not in kind._model_mapping:
+        return None
     dtype = getattr(torch, dtype_name(config, settings), torch.float32)
     with loading("the model", settings), torch.device("meta"):
         return kind.from_config(copy.deepcopy(config), dtype=dtype).eval()
-
-
-def model_outline(kind: Any, config: Any, settings: ModelSettings) -> Outline | None:
-    """What a model's KV cache takes; None: it has none of the continuous engine's, or that cannot be seen."""
-    from hf_triton.runner.outline import measure_outline
-
-    if config.is_encoder_decoder or type(config) not in kind._model_mapping:
-        return None
-    return measure_outline(build_without_weights(kind, config, settings))
 
 
 def dtype_name(config: Any, settings: ModelSettings) -> str:

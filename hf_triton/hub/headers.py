@@ -69,7 +69,7 @@ def _read(repo: str, name: str, commit: str, start: int, stop: int) -> bytes:
 
     url = hf_hub_url(repo, name, revision=commit)
     headers = {**build_hf_headers(), "Range": f"bytes={start}-{stop - 1}"}
-    data, begin = b"", start
+    data, begin = bytearray(), start
     with http_stream_backoff("GET", url, headers=headers) as response:
         hf_raise_for_status(response)
         begin = start if response.status_code == 206 else 0
@@ -77,4 +77,4 @@ def _read(repo: str, name: str, commit: str, start: int, stop: int) -> bytes:
             data += chunk
             if begin + len(data) >= stop:
                 break
-    return data[start - begin : stop - begin]
+    return bytes(data[start - begin : stop - begin])

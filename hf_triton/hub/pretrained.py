@@ -306,6 +306,20 @@ def model_class(folder: Path, config: Any, settings: ModelSettings, auto_class_n
     return _check_reads_text(auto_class_of(config), settings, config)
 
 
+def check_known(auto_class: Any, config: Any, settings: ModelSettings) -> None:
+    """Check that transformers, or the repository's own code, has the model.
+
+    Raises:
+        CheckpointError: It has not.
+    """
+    if type(config) not in auto_class._model_mapping and not settings.trust_remote_code:
+        raise CheckpointError(
+            "unsupported_model",
+            f"{architecture_names(config)} is not one of the models of transformers' {auto_class.__name__}: choose "
+            "another model, or set task to what it does",
+        )
+
+
 def _check_generates(folder: Path, settings: ModelSettings, config: Any, *, is_gguf: bool) -> None:
     """Refuse a model for another task, to which transformers would add an untrained language model head."""
     if settings.task in TEXT_TO_TEXT and not config.is_encoder_decoder:

@@ -8,7 +8,7 @@ from typing import Final
 
 from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from hf_triton.openai.gateway import gateway_of
 
@@ -47,4 +47,4 @@ async def get_version() -> dict[str, str]:
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """The gateway's metrics, for Prometheus."""
-    return Response(generate_latest(gateway_of(request).metrics.registry), media_type=CONTENT_TYPE_LATEST)
+    return Response(gateway_of(request).metrics.exported(), media_type=CONTENT_TYPE_LATEST)

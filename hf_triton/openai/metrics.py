@@ -3,16 +3,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 
 from hf_triton.openai.accounts import LIMITS
 
 BUCKETS_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 PREFIX: Final = "hf_triton_openai"
+SHARED: Final = "PROMETHEUS_MULTIPROC_DIR"
+"""The folder in which the workers of a gateway that has several share their metrics; prometheus_client reads it."""
 
 
 @dataclass(frozen=True)
@@ -28,14 +33,19 @@ class KeyCounts:
 
 
 class Metrics:
-    """The metrics of one process."""
+    """The metrics of one process; `exported` has those of all workers."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.requests = Counter(
             f"{PREFIX}_requests", "Requests by endpoint and status.", ("endpoint", "status"), registry=self.registry
         )
-        self.in_flight = Gauge(f"{PREFIX}_requests_in_flight", "Requests in flight.", registry=self.registry)
+        self.in_flight = Gauge(
+            f"{PREFIX}_requests_in_flight",
+            "Requests in flight.",
+            registry=self.registry,
+            multiprocess_mode="livesum",
+        )
         self.duration = Histogram(
             f"{PREFIX}_request_duration_seconds",
             "Time from a request's arrival to its last byte, in seconds.",
@@ -70,6 +80,7 @@ class Metrics:
             f"{PREFIX}_requests_waiting_for_load",
             "Requests that wait for a model to be loaded.",
             registry=self.registry,
+            multiprocess_mode="livesum",
         )
         self.key_requests = Counter(
             f"{PREFIX}_key_requests",
@@ -99,6 +110,18 @@ class Metrics:
             registry=self.registry,
         )
 
+    def exported(self) -> bytes:
+        """The metrics in Prometheus' form, of all workers together."""
+        if SHARED not in os.environ:
+            return generate_latest(self.registry)
+        for file in Path(os.environ[SHARED]).glob("gauge_live*.db"):
+            pid = int(file.stem.rpartition("_")[2])
+            if not Path(f"/proc/{pid}").exists():
+                mark_process_dead(pid)  # type: ignore[no-untyped-call]
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+        return generate_latest(registry)
+
     def of_key(self, name: str) -> KeyCounts:
         """The counters of an API key, which are exported from now on."""
         return KeyCounts(
@@ -110,7 +133,9 @@ class Metrics:
         )
 
     def forget_key(self, name: str) -> None:
-        """Export nothing of an API key any more; it was given to `of_key`."""
+        """Export nothing of an API key any more, which was given to `of_key`; what workers share stays."""
+        if SHARED in os.environ:
+            return
         tokens = (self.key_prompt_tokens, self.key_cached_tokens, self.key_completion_tokens)
         for counter in (self.key_requests, *tokens):
             counter.remove(name)

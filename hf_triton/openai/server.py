@@ -6,8 +6,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 import ssl
 import sys
+import tempfile
 from functools import partial
 from typing import Any, Final
 
@@ -20,6 +22,7 @@ from hf_triton.errors import OneLineFormatter
 from hf_triton.openai.app import build_app
 from hf_triton.openai.config import GatewayConfig
 from hf_triton.openai.errors import ApiError
+from hf_triton.openai.metrics import SHARED
 from hf_triton.openai.tls import ServerCertificate
 
 KEEP_ALIVE_S: Final = 75
@@ -169,6 +172,8 @@ def run(config: GatewayConfig) -> None:
         ServerCertificate(config)
     settings = uvicorn_config(config)
     if config.workers > 1:
-        Multiprocess(settings, sockets=[settings.bind_socket()]).run()
+        with tempfile.TemporaryDirectory(prefix="hf_triton_metrics_") as folder:
+            os.environ[SHARED] = folder  # workers are processes of their own, which inherit it
+            Multiprocess(settings, sockets=[settings.bind_socket()]).run()
     else:
         uvicorn.Server(settings).run()

@@ -23,6 +23,7 @@ from hf_triton.cli.openai import openai
 from hf_triton.openai.config import GatewayConfig
 from hf_triton.server import free_ports
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
+from tests.support.gateway import wait_until
 from tests.support.serving import (
     COMMAND,
     Serving,
@@ -176,6 +177,39 @@ def test_sigterm_ends_a_gateway_and_its_workers(workers: int, tmp_path: Path) ->
     gateway.terminate()
     assert gateway.wait(timeout=LIMIT_S) == 0
     assert status(f"http://127.0.0.1:{port}/health") == 0
+
+
+def test_metrics_are_those_of_all_workers(tmp_path: Path) -> None:
+    """Prometheus reaches any of them; what one that died had answered still counts, and what it had begun does not."""
+    (port,) = free_ports(1)
+    command = [COMMAND, "openai", "--triton=127.0.0.1:1", f"--port={port}", "--workers=2"]
+    gateway = subprocess.Popen(command, env=os.environ | {"TMPDIR": str(tmp_path)})
+    url = f"http://127.0.0.1:{port}"
+
+    def has(name: str, value: float) -> bool:
+        try:
+            with urllib.request.urlopen(f"{url}/metrics", timeout=LIMIT_S) as answer:
+                return f"hf_triton_openai_{name} {value}" in answer.read().decode().splitlines()
+        except OSError:
+            return False  # its worker is being killed
+
+    try:
+        wait_for_status(f"{url}/health", 503)
+        with ThreadPoolExecutor(8) as pool:
+            assert set(pool.map(lambda _: status(f"{url}/version"), range(40))) == {200}
+        counted = 'requests_total{endpoint="/version",status="200"}', 40.0
+        assert all(has(*counted) for _ in range(10))
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n")
+            wait_until(lambda: has("requests_in_flight", 2.0))
+            for file in tmp_path.glob("hf_triton_metrics_*/gauge_livesum_*.db"):
+                os.kill(int(file.stem.rpartition("_")[2]), signal.SIGKILL)
+            wait_until(lambda: has("requests_in_flight", 1.0))
+        assert has(*counted)
+    finally:
+        gateway.terminate()
+        assert gateway.wait(timeout=LIMIT_S) == 0
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.full

@@ -80,6 +80,40 @@ def test_figures_are_those_of_a_load(architecture: str, tmp_path: Path) -> None:
     assert found.get("state_bytes_per_sequence", 0) == found["sequence_bytes"] - 128 * (per_token or 8)
 
 
+def rewrite(folder: Path, *, drop: str = "", **tensors: torch.Tensor) -> Path:
+    """Add tensors to a checkpoint, and drop a field of its config."""
+    config = json.loads((folder / "config.json").read_text())
+    config.pop(drop, None)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(
+        load_file(folder / "model.safetensors") | tensors, folder / "model.safetensors", metadata={"format": "pt"}
+    )
+    return folder
+
+
+def test_a_tied_head_is_loaded_once(tmp_path: Path) -> None:
+    """Files of real checkpoints have it twice, as those of Qwen3-0.6B."""
+    folder = build_tiny_checkpoint(tmp_path / "llama", "llama", tie_word_embeddings=True)
+    before = sizes(folder)["weights_bytes"]
+    embeddings = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    rewrite(folder, **{"lm_head.weight": embeddings.clone()})
+    assert sizes(folder)["weights_bytes"] == before
+    assert before == pytest.approx(sum(weight_bytes(loaded(folder)).values()), rel=0.01)
+
+
+def test_a_head_that_is_not_loaded_is_not_counted(tmp_path: Path) -> None:
+    encoder = build_tiny_encoder(tmp_path / "bert", "embeddings")
+    before = sizes(encoder)["weights_bytes"]
+    rewrite(encoder, **{"cls.seq_relationship.weight": torch.zeros(2000, 64)})
+    assert sizes(encoder)["weights_bytes"] == before
+
+
+def test_a_config_without_a_dtype_has_that_of_the_files(checkpoint: Path, tmp_path: Path) -> None:
+    folder = rewrite(build_tiny_checkpoint(tmp_path / "llama", "llama", dtype="bfloat16"), drop="dtype")
+    assert loaded(folder).dtype == torch.bfloat16
+    assert sizes(folder, "--gpu=h100") == sizes(checkpoint, "--gpu=h100") | {"model": str(folder)}
+
+
 def test_a_load_and_a_card_have_replicas(checkpoint: Path) -> None:
     found = sizes(
         checkpoint, "--gpu=H100", "--context=128", "--concurrency=5000000", "--rate=1e6", "--input=99", "--output=9"
@@ -88,7 +122,9 @@ def test_a_load_and_a_card_have_replicas(checkpoint: Path) -> None:
     assert found["kv_cache_bytes_per_token"] == per_token
     room = int(80e9 * 0.9) - found["weights_bytes"]
     assert found["max_sequences"] == room // per_token // 128
-    assert found["replicas_for_concurrency"] == -(-5_000_000 // found["max_sequences"])
+    running = min(found["max_sequences"], 4096)  # the setting's bound
+    assert found["replicas_for_concurrency"] == -(-5_000_000 // running)
+    assert found["settings"]["max_num_seqs"] <= 4096
     assert found["replicas_for_rate"] == -(-1_000_000 // found["requests_per_s"])
     assert set(found["estimates"]) == {
         "prefill_s",
@@ -99,7 +135,7 @@ def test_a_load_and_a_card_have_replicas(checkpoint: Path) -> None:
     }
     half = sizes(checkpoint, "--gpu=h100", "--context=128", "--concurrency=5000000", "--efficiency=0.25")
     assert half["estimates"]["decode_step_s"].endswith(
-        f"at 25% of bandwidth and peak: one token each of {half['max_sequences']} sequences"
+        f"at 25% of bandwidth and peak: one token each of {half['settings']['max_num_seqs']} sequences"
     )
 
 
@@ -295,9 +331,10 @@ WRONG: dict[str, tuple[list[str], int, str]] = {
     ),
     "no tokens of a request": ([CHECKPOINT, "--rate=1"], 2, "--rate needs the tokens of a request: give --input"),
     "no tokens of a completion": ([CHECKPOINT, "--rate=1", "--input=9"], 2, "give --output"),
-    "no efficiency": ([CHECKPOINT, "--efficiency=0"], 2, "0.0 is not in the range 0<x<=1"),
-    "no number": ([CHECKPOINT, "--rate=nan", "--input=9"], 2, "--rate must be a finite number, got nan"),
-    "an endless rate": ([CHECKPOINT, "--measured=inf"], 2, "--measured must be a finite number, got inf"),
+    "no efficiency": ([CHECKPOINT, "--efficiency=0"], 2, "0.0 is not in the range 0.001<=x<=1"),
+    "no number": ([CHECKPOINT, "--rate=nan", "--input=9"], 2, "--rate must be a number, got nan"),
+    "an endless rate": ([CHECKPOINT, "--measured=inf"], 2, "inf is not in the range"),
+    "hardly a request": ([CHECKPOINT, "--measured=1e-308"], 2, "1e-308 is not in the range"),
     "too many tokens": (["HUGE"], 1, "the model"),
     "no sequences": ([CHECKPOINT, "--concurrency=0"], 2, "0 is not in the range x>=1"),
     "a dtype twice": (
@@ -312,6 +349,7 @@ WRONG: dict[str, tuple[list[str], int, str]] = {
     "damaged weights": (["DAMAGED"], 1, "model.safetensors is no safetensors file, or half of one"),
     "no config": (["EMPTY"], 1, "has no config.json"),
     "a wrong config": (["WRONG"], 1, "config.json"),
+    "images alone": (["CLIP"], 1, "CLIPConfig is not one of the models of transformers' AutoModelForCausalLM"),
     "impossible sizes": (["IMPOSSIBLE"], 1, "cannot be"),
 }
 
@@ -336,8 +374,9 @@ def test_wrong_use_has_a_sentence_and_an_exit_code(
     weights.write_bytes(weights.read_bytes()[:3000])
     config = json.loads((impossible / "config.json").read_text())
     (impossible / "config.json").write_text(json.dumps(config | {"num_attention_heads": 0}))
-    for name in ("empty", "wrong", "huge"):
+    for name in ("empty", "wrong", "huge", "clip"):
         (tmp_path / name).mkdir()
+    (tmp_path / "clip" / "config.json").write_text('{"model_type": "clip"}')
     (tmp_path / "wrong" / "config.json").write_text('{"model_type": "llama", "hidden_size": "many"}')
     (tmp_path / "huge" / "config.json").write_text(json.dumps(config | {"vocab_size": 10**18}))
     places = {
@@ -349,6 +388,7 @@ def test_wrong_use_has_a_sentence_and_an_exit_code(
         "IMPOSSIBLE": impossible,
         "EMPTY": tmp_path / "empty",
         "WRONG": tmp_path / "wrong",
+        "CLIP": tmp_path / "clip",
     }
     with pytest.raises(SystemExit) as ended:
         main(["size", *(str(places.get(word, word)) for word in arguments)])

@@ -133,6 +133,8 @@ def test_compose_takes_its_files() -> None:
         for volume in service.get("volumes", ()):
             source = volume.partition(":")[0]
             assert not source.startswith("./") or (DEPLOY / source).exists(), volume
+    assert services["server"]["stop_grace_period"] == "100s"  # --openai-shutdown-timeout-s, and 30 s for Triton
+    assert "--openai-shutdown-timeout-s 60 " in services["server"]["command"]
     published = [port for service in services.values() for port in service["ports"]]
     assert [port.rpartition(":")[2] for port in published] == ["9000", "9090", "3000", "8080"]
 
