@@ -21,6 +21,7 @@ from hf_triton.hub.process import DownloadLimits, DownloadWatch, download
 from hf_triton.hub.resolve import TOKEN_VARIABLES
 from hf_triton.hub.spec import CheckpointSpec
 from hf_triton.testing import LoopbackHub
+from tests.support.folders import shadow_modules
 from tests.support.hub import CANARY, COMMIT, MODEL, build_hub, write_snapshot
 
 SPEC = CheckpointSpec(MODEL)
@@ -53,6 +54,14 @@ def test_progress_is_logged(tmp_path: Path, loopback: LoopbackHub, caplog: pytes
     assert f"{MODEL} (revision main): downloading to {tmp_path / 'home' / 'hub'}" in caplog.text
     assert f"{MODEL}: downloading, 0.01 of 0.02 GB" in caplog.text
     assert f"{MODEL}: downloaded in " in caplog.text
+
+
+def test_the_process_imports_nothing_from_the_current_folder(
+    tmp_path: Path, loopback: LoopbackHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shadow_modules(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert build_hub(tmp_path, loopback.environment()).resolve_model()
 
 
 UNTRUSTED = (
