@@ -169,7 +169,7 @@ def test_token_is_in_the_environment_alone(tmp_path: Path, monkeypatch: pytest.M
         build_hub(tmp_path, {"PATH": os.environ["PATH"], "PRIVATE_REPO_TOKEN": CANARY}).resolve_model()
     assert f"HF_TOKEN={CANARY}\n" in (tmp_path / "environment").read_text()
     seen = (tmp_path / "seen").read_text()
-    assert seen.startswith("-m hf_triton.hub.download {")
+    assert seen.startswith("-P -m hf_triton.hub.download {")
     assert CANARY not in seen
 
 
