@@ -168,6 +168,9 @@ def _assemble_backend(root: Path, scratch: Path) -> Path:
     script = backend / stub.name
     script.write_text(STUB_SCRIPT.format(stub=shlex.quote(str(stub))))  # no copy: it finds its libraries beside itself
     script.chmod(0o755)
+    if not os.access(script, os.X_OK):  # no file of the scratch folder may run: /tmp is mounted noexec
+        script.unlink()
+        script.symlink_to(stub)
     return backend.parent
 
 

@@ -150,7 +150,8 @@ def freeze_objects() -> None:
 def use_started_folder() -> None:
     """Go back to the server's current folder, and import nothing from it any more, as Triton's Python does first."""
     sys.path[:] = filter(None, sys.path)
-    os.chdir(os.environ.pop(STARTED_IN, "."))
+    with contextlib.suppress(OSError):  # it is gone
+        os.chdir(os.environ.pop(STARTED_IN, "."))
 
 
 def _use_utf8() -> None:
