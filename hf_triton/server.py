@@ -59,6 +59,15 @@ ADMIN_HEADER: Final = "admin-key"
 OUTGOING_PORTS: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
+STARTED_IN: Final = "_HF_TRITON_STARTED_IN"
+"""The variable that names the server's current folder, in the process of a model."""
+STUB_SCRIPT: Final = f"""#!/bin/sh
+export {STARTED_IN}="$PWD"
+cd / && exec {{stub}} "$@"
+"""
+"""Starts the process of a model elsewhere: its Python imports what lies in the current folder before anything else."""
+
+
 @dataclass(frozen=True)
 class Installation:
     """A tritonserver binary and its Python backend."""
@@ -154,9 +163,14 @@ def _assemble_backend(root: Path, scratch: Path) -> Path:
         )
     backend = scratch / "backends" / "python"
     backend.mkdir(parents=True)
-    # Links, not copies: the stub finds its libraries through an rpath relative to its real path.
-    for source in [*(root / "backends" / "python").glob("*.*"), stub]:
+    for source in (root / "backends" / "python").glob("*.*"):
         (backend / source.name).symlink_to(source)
+    script = backend / stub.name
+    script.write_text(STUB_SCRIPT.format(stub=shlex.quote(str(stub))))  # no copy: it finds its libraries beside itself
+    script.chmod(0o755)
+    if not os.access(script, os.X_OK):  # no file of the scratch folder may run: /tmp is mounted noexec
+        script.unlink()
+        script.symlink_to(stub)
     return backend.parent
 
 
@@ -393,6 +407,7 @@ class TritonServer:
 
     def _safe_path(self, repository: Path, link: Path) -> Path:
         """The repository's path if it is safe in a shell, else a link to it."""
+        repository = repository.absolute()
         if is_shell_safe(str(repository)):
             return repository
         link.symlink_to(repository.resolve())

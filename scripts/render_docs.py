@@ -22,6 +22,7 @@ from hf_triton.openai.chat import ChatRequest
 from hf_triton.openai.completions import CompletionRequest
 from hf_triton.openai.config import GatewayConfig
 from hf_triton.openai.fields import IGNORED
+from hf_triton.openai.http_rules import LINGER_S
 from hf_triton.openai.key_lines import Quota
 from hf_triton.openai.limits import MAX_BYTES_IN_FLIGHT
 from hf_triton.openai.metrics import Metrics
@@ -234,6 +235,7 @@ def bounds_table() -> str:
         "all bodies in a worker": (_size(MAX_BYTES_IN_FLIGHT), ""),
         "requests in flight in a worker": (f"{gateway.max_concurrent_requests:,}", "max_concurrent_requests"),
         "time for a request to arrive": (f"{gateway.read_timeout_s:g} s", "read_timeout_s"),
+        "time for the rest of one that is refused meanwhile": (f"{LINGER_S:g} s", ""),
         "time for its answer": (f"{gateway.timeout_s:g} s", "timeout_s"),
         "time without a byte taken by the client": (f"{gateway.write_timeout_s:g} s", "write_timeout_s"),
         "stored responses; their bytes; their time": (

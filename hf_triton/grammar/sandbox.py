@@ -92,7 +92,7 @@ class GrammarSandbox:
             raise TimeoutError
         try:
             process = subprocess.Popen(
-                [self._executable, "-m", "hf_triton.grammar.sandbox"],
+                [self._executable, "-P", "-m", "hf_triton.grammar.sandbox"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

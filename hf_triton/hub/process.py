@@ -147,7 +147,7 @@ def _running(
     It exits by itself if this process dies, since its standard input ends then.
     """
     process = subprocess.Popen(
-        [sys.executable, "-m", "hf_triton.hub.download"],
+        [sys.executable, "-P", "-m", "hf_triton.hub.download"],
         env=dict(environment),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -7,10 +7,15 @@ And an answer for each request that is still in flight when the gateway has wait
 from __future__ import annotations
 
 import asyncio
+from typing import Final
 
+import anyio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hf_triton.openai.errors import gateway_stops
+
+LINGER_S: Final = 5.0
+"""How long the rest of a request is taken that is answered before it has arrived: it holds a place at a proxy."""
 
 
 class HttpRules:
@@ -65,8 +70,7 @@ def _is_last(scope: Scope) -> bool:
 def _draining(receive: Receive, send: Send) -> tuple[Receive, Send]:
     """`receive` and `send` that take the rest of a body that is refused before the connection is closed.
 
-    To close a connection with unread bytes resets it, and the client may lose the answer. A client that sends for ever
-    is cut off by `--read-timeout-s`.
+    To close a connection with unread bytes resets it, and the client may lose the answer. One that sends on is cut off.
     """
     has_arrived = False
 
@@ -79,8 +83,9 @@ def _draining(receive: Receive, send: Send) -> tuple[Receive, Send]:
     async def send_drained(message: Message) -> None:
         if message["type"] == "http.response.body" and not message.get("more_body", False) and not has_arrived:
             await send({**message, "more_body": True})
-            while not has_arrived:
-                await receive_noted()
+            with anyio.move_on_after(LINGER_S):
+                while not has_arrived:
+                    await receive_noted()
             message = {"type": "http.response.body"}
         await send(message)
 

@@ -157,10 +157,11 @@ def _is_open(scope: Scope) -> bool:
 
 
 def key_of(scope: Scope) -> bytes:
-    """The key that a request has; empty for none."""
+    """The key that a request has; empty for none, and for several: a proxy in front may have checked another."""
     sent = [header for header in scope["headers"] if header[0] in KEY_HEADERS]
     headers: dict[bytes, bytes] = dict(sent)
-    if len(headers) < len(sent):  # of two, a proxy in front may have checked the other
+    if len(headers) < len(sent):
         return b""
-    kind, _, key = headers.get(b"authorization", b"").partition(b" ")
-    return key.strip() if kind.lower() == b"bearer" else headers.get(b"x-api-key", b"")
+    kind, _, bearer = headers.pop(b"authorization", b"").partition(b" ")
+    keys = {*headers.values(), bearer.strip() if kind.lower() == b"bearer" else b""} - {b""}
+    return keys.pop() if len(keys) == 1 else b""

@@ -22,12 +22,12 @@ from hf_triton.errors import OneLineFormatter
 from hf_triton.openai.app import build_app
 from hf_triton.openai.config import GatewayConfig
 from hf_triton.openai.errors import ApiError
+from hf_triton.openai.http_rules import LINGER_S
 from hf_triton.openai.metrics import SHARED
 from hf_triton.openai.tls import ServerCertificate
 
 KEEP_ALIVE_S: Final = 75
 """How long an idle connection is kept."""
-"""How long requests in flight may take when the gateway stops."""
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -44,7 +44,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """Give a new connection's first request its time."""
         super().connection_made(transport)
         self.limits = self.app_state["config"]
-        self._start_read_timer()
+        self._start_read_timer(self.limits.read_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the timers."""
@@ -55,7 +55,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Read bytes of a request; refuse a head that is too large."""
         if self._read_timer is None and (self.cycle is None or self.cycle.response_complete):
-            self._start_read_timer()
+            self._start_read_timer(self.limits.read_timeout_s)
         super().data_received(data)
         if self._num_header_bytes > self.limits.max_header_bytes and not self.transport.is_closing():
             self.send_400_response("The head of the request is too large.")
@@ -94,6 +94,13 @@ class LimitedProtocol(HttpToolsProtocol):
         self._stop_read_timer()
         super().on_message_complete()
 
+    def on_response_complete(self) -> None:
+        """Give a request that is answered before it has arrived little time for the rest."""
+        if self._read_timer is not None:
+            self._stop_read_timer()
+            self._start_read_timer(min(LINGER_S, self.limits.read_timeout_s))
+        super().on_response_complete()
+
     def pause_writing(self) -> None:
         """The client reads more slowly than it is written to: watch whether it reads at all."""
         super().pause_writing()
@@ -104,8 +111,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._stop_write_timer()
         super().resume_writing()
 
-    def _start_read_timer(self) -> None:
-        self._read_timer = self.loop.call_later(self.limits.read_timeout_s, self.transport.abort)
+    def _start_read_timer(self, time_s: float) -> None:
+        self._read_timer = self.loop.call_later(time_s, self.transport.abort)
 
     def _stop_read_timer(self) -> None:
         if self._read_timer is not None:

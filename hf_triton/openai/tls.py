@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import ssl
+import stat
 import time
 from pathlib import Path
 from typing import Final
@@ -56,6 +57,8 @@ def read_chain(context: ssl.SSLContext, files: tuple[Path, Path], names: tuple[s
 
 def _read(path: Path, name: str) -> bytes:
     try:
+        if stat.S_ISFIFO(path.stat().st_mode):  # it is read twice, and may wait for ever
+            raise SettingsError(f"{name} {path} is a pipe: it must be a file")
         return path.read_bytes()
     except OSError as error:
         raise SettingsError(f"{name} {path} cannot be read: {error.strerror}") from None

@@ -19,6 +19,7 @@ from hf_triton.settings import AnySettings, DoorSettings, LoadedSettings, ModelS
 from hf_triton.tasks.hooks import OWN_FILE
 from hf_triton.tasks.interface import ResponseConfig
 from hf_triton.tasks.sender import ResponseSender
+from hf_triton.triton_backend.process import use_started_folder
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ def complete_config(
         settings_class: The settings that it may hold.
         declare: Finds the folder's task.
     """
+    use_started_folder()
     config = model_config.as_dict()
     with load_failures():
         settings = _load_settings(config, settings_class).settings

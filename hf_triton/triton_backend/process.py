@@ -22,6 +22,7 @@ from typing import Final
 import triton_python_backend_utils as pb_utils
 
 from hf_triton.errors import OneLineFormatter
+from hf_triton.server import STARTED_IN
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ def loading_process(model_name: str) -> Iterator[None]:
     Args:
         model_name: The folder's, for the log.
     """
+    use_started_folder()
     _use_utf8()
     watch = _Watch(model_name)
     watch.start()
@@ -143,6 +145,13 @@ def freeze_objects() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+def use_started_folder() -> None:
+    """Go back to the server's current folder, and import nothing from it any more, as Triton's Python does first."""
+    sys.path[:] = filter(None, sys.path)
+    with contextlib.suppress(OSError):  # it is gone
+        os.chdir(os.environ.pop(STARTED_IN, "."))
 
 
 def _use_utf8() -> None:

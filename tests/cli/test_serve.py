@@ -19,6 +19,7 @@ import pytest
 import hf_triton
 from hf_triton.server import free_ports
 from hf_triton.testing import build_tiny_checkpoint
+from tests.support.folders import shadow_modules
 from tests.support.paths import ROOT
 from tests.support.serving import (
     COMMAND,
@@ -48,7 +49,8 @@ def log_file(serving: Serving) -> Path:
 
 @pytest.fixture
 def serving(tmp_path: Path) -> Iterator[Serving]:
-    process = Serving(output=tmp_path / "output")
+    shadow_modules(tmp_path)
+    process = Serving(output=tmp_path / "output", folder=tmp_path)
     yield process
     process.process.kill()
     process.process.wait()

@@ -4,6 +4,7 @@
 import contextlib
 import json
 import re
+import socket
 import ssl
 import subprocess
 from collections.abc import Iterator
@@ -269,6 +270,28 @@ def test_haproxy_speaks_tls_on_both_sides(tmp_path: Path) -> None:
             for port in (8081, 8444):
                 refused = client.post(f"http{'s' * (port > 8443)}://127.0.0.1:{ports[port]}{path}", json={})
                 assert refused.status_code == 403, path
+
+
+def test_half_sent_requests_without_a_key_take_no_servers_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small ones wait in HAProxy; others are answered, and end when nothing comes any more."""
+    monkeypatch.setattr("hf_triton.openai.server.LINGER_S", 0.5)
+    (tmp_path / "keys").write_text("sk-of-a-client\n")
+    changes = {"maxconn 64": "maxconn 1", "timeout client 30s": "timeout client 1s"}
+    changes |= {"option httpchk GET /health/ready": "option httpchk GET /health/live"}  # there is no Triton
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 100000\r\n\r\n"
+    config = GatewayConfig(triton="127.0.0.1:1", port=0, api_key_file=tmp_path / "keys")
+    with (
+        GatewayThread(config) as gateway,
+        haproxy("haproxy.cfg", tmp_path, dict.fromkeys((9000, 9001, 9002), gateway.port), changes) as ports,
+        contextlib.ExitStack() as stack,
+    ):
+        for body in [b"{", b" " * 20_000] * 4:
+            client = stack.enter_context(socket.create_connection(("127.0.0.1", ports[8080])))
+            client.sendall(head + body)
+        url, key = f"http://127.0.0.1:{ports[8080]}/version", {"Authorization": "Bearer sk-of-a-client"}
+        assert httpx.get(url, headers=key, timeout=90).status_code == 200
 
 
 def is_answered(client: httpx.Client, url: str) -> bool:

@@ -114,9 +114,8 @@ def put_server_on_path(site: Site) -> None:
     installation = find_tritonserver(site.root)
     backend = site.root / "backends" / "python"
     stub = backend / "triton_python_backend_stub"
-    others = stub.resolve().parents[1] / "3.10" / stub.name
     stub.unlink()
-    stub.symlink_to(others)
+    stub.symlink_to(installation.binary.parents[1] / "python_backend_stubs" / "3.10" / stub.name)
     program = site.root / "bin" / "tritonserver"
     program.parent.mkdir()
     prefix = f"--backend-config=python,shm-region-prefix-name=existing_{os.getpid()}_"

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from hf_triton import __version__
+from hf_triton.openai import http_rules, server
 from hf_triton.openai.config import GatewayConfig
 from hf_triton.openai.health import CHECK_PATHS, LIVE_PATHS
 from tests.support.gateway import GatewayThread
@@ -86,6 +87,18 @@ def test_refusal_of_a_large_body_reaches_a_client_that_closes(alone: GatewayThre
     with refused.value as answer:
         assert answer.code == 413
         assert json.load(answer)["error"]["code"] == "request_too_large"
+
+
+@pytest.mark.parametrize("closes", [b"", b"connection: close\r\n"])
+def test_the_rest_of_a_refused_request_is_not_waited_for(
+    alone: GatewayThread, monkeypatch: pytest.MonkeyPatch, closes: bytes
+) -> None:
+    """It holds a place at a proxy, and its sender needs no key; `raw` reads until the gateway closes."""
+    for module in (http_rules, server):
+        monkeypatch.setattr(module, "LINGER_S", 0.1)
+    answer, body = raw(alone, b"POST /v1/nothing HTTP/1.1\r\nhost: a\r\ncontent-length: 9\r\n" + closes + b"\r\n{")
+    assert b" 404 " in answer
+    assert json.loads(body)["error"]["code"] == "not_found"
 
 
 @pytest.mark.parametrize("is_announced", [True, False])

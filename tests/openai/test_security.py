@@ -71,11 +71,20 @@ def test_keys_of_a_file_are_required(triton: TritonServer, keys: Path) -> None:
         [("authorization", "Bearer sk-of-another"), ("Authorization", f"Bearer {KEY}")],
         [("x-api-key", KEY), ("x-api-key", OTHER_KEY)],
         [("authorization", f"Bearer {KEY}, Bearer sk-of-another")],
+        [("authorization", f"Bearer {KEY}"), ("x-api-key", OTHER_KEY)],
+        [("authorization", "Bearer sk-of-another"), ("x-api-key", KEY)],
     ],
 )
 def test_two_keys_are_none(alone: GatewayThread, headers: list[tuple[str, str]]) -> None:
     """A proxy in front may have checked, or counted, the other."""
     assert httpx.get(f"{alone.url}/version", headers=headers).status_code == 401
+
+
+@pytest.mark.parametrize("authorization", [f"Bearer {KEY}", "Bearer", "Basic dXNlcjpwYXNz"])
+def test_one_key_may_have_company(alone: GatewayThread, authorization: str) -> None:
+    """It itself, nothing, or what a proxy asks for."""
+    headers = {"authorization": authorization, "x-api-key": KEY}
+    assert httpx.get(f"{alone.url}/version", headers=headers).status_code == 200
 
 
 SMUGGLED = {

@@ -3,6 +3,7 @@
 
 import asyncio
 import json
+import os
 import ssl
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -256,6 +257,7 @@ WRONG_FILES = {
     "empty": ("empty", "client.key", "must be a certificate and its key in PEM, without a passphrase"),
     "key as certificate": ("client.key", "client.key", "must be a certificate and its key in PEM"),
     "locked key": ("client.pem", "locked.key", "without a passphrase"),
+    "pipe": ("client.pem", "pipe", "key_?file .*/pipe is a pipe: it must be a file"),
     "key of another": ("client.pem", "server.key", "do not belong together"),
 }
 
@@ -263,6 +265,8 @@ WRONG_FILES = {
 @pytest.mark.parametrize(("certificate", "key", "sentence"), WRONG_FILES.values(), ids=WRONG_FILES)
 def test_a_wrong_file_gets_one_sentence(folder: Path, ca: Authority, certificate: str, key: str, sentence: str) -> None:
     (folder / "empty").write_text("")
+    if not (folder / "pipe").exists():
+        os.mkfifo(folder / "pipe")
     ca.lock(folder / "client.key", folder / "locked.key")
     files = folder / certificate, folder / key
     with pytest.raises(SettingsError, match=sentence):

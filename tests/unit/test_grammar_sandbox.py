@@ -7,6 +7,7 @@ import re
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,7 @@ from hf_triton.grammar.compiler import NUM_GRAMMARS_KEPT
 from hf_triton.grammar.sandbox import MAX_CPU_S, RETRY_S, GrammarSandbox
 from hf_triton.protocol.structured_output import Grammar
 from hf_triton.sampling.params import SamplingParams
+from tests.support.folders import shadow_modules
 from tests.support.grammars import KIND, build_compiler, check_completions, json_schema, lark, regex, rejection
 
 HOSTILE = json_schema({"allOf": [{"pattern": f".*{number:x}"} for number in range(50)]})
@@ -41,6 +43,14 @@ def test_child_that_has_ended_is_started_again() -> None:
     assert second is not None
     with pytest.raises(ProcessLookupError):
         os.kill(second, 0)
+
+
+def test_child_imports_nothing_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shadow_modules(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    sandbox = GrammarSandbox()
+    assert sandbox.compiles_in_time(regex("a"))
+    sandbox.close()
 
 
 def test_child_ends_with_the_input_of_its_parent() -> None:

@@ -21,6 +21,7 @@ from hf_triton.hub.process import DownloadLimits, DownloadWatch, download
 from hf_triton.hub.resolve import TOKEN_VARIABLES
 from hf_triton.hub.spec import CheckpointSpec
 from hf_triton.testing import LoopbackHub
+from tests.support.folders import shadow_modules
 from tests.support.hub import CANARY, COMMIT, MODEL, build_hub, write_snapshot
 
 SPEC = CheckpointSpec(MODEL)
@@ -53,6 +54,14 @@ def test_progress_is_logged(tmp_path: Path, loopback: LoopbackHub, caplog: pytes
     assert f"{MODEL} (revision main): downloading to {tmp_path / 'home' / 'hub'}" in caplog.text
     assert f"{MODEL}: downloading, 0.01 of 0.02 GB" in caplog.text
     assert f"{MODEL}: downloaded in " in caplog.text
+
+
+def test_the_process_imports_nothing_from_the_current_folder(
+    tmp_path: Path, loopback: LoopbackHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shadow_modules(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert build_hub(tmp_path, loopback.environment()).resolve_model()
 
 
 UNTRUSTED = (
@@ -160,7 +169,7 @@ def test_token_is_in_the_environment_alone(tmp_path: Path, monkeypatch: pytest.M
         build_hub(tmp_path, {"PATH": os.environ["PATH"], "PRIVATE_REPO_TOKEN": CANARY}).resolve_model()
     assert f"HF_TOKEN={CANARY}\n" in (tmp_path / "environment").read_text()
     seen = (tmp_path / "seen").read_text()
-    assert seen.startswith("-m hf_triton.hub.download {")
+    assert seen.startswith("-P -m hf_triton.hub.download {")
     assert CANARY not in seen
 
 
