@@ -35,10 +35,11 @@ def test_a_terminal_talks_and_the_end_stops_the_server(end: str) -> None:
         terminal.type("Hello\n/stats\n")
         terminal.wait_for(" tokens/s")
         terminal.wait_for(">>> ")
-        terminal.type(end)
         if end == "\x03":
-            terminal.wait_for("Ctrl+C again, or /bye, ends.")
+            terminal.wait_for("Ctrl+C again, or /bye, ends.", typing=end)
             assert terminal.interrupt() == 0
+        else:
+            terminal.type(end)
         assert terminal.wait() == 0
     wait_until_gone(family)
     assert "I1" not in terminal.output  # of Triton's log

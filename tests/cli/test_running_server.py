@@ -188,8 +188,7 @@ def test_chat_on_a_terminal(server: TritonServer) -> None:
         terminal.type("/nonsense\n")
         terminal.wait_for("there is no command /nonsense")
         terminal.wait_for(">>> ")
-        terminal.type("\x03")
-        terminal.wait_for("Ctrl+C again, or /bye, ends.")
+        terminal.wait_for("Ctrl+C again, or /bye, ends.", typing="\x03")
         assert terminal.interrupt() == 0
 
 

@@ -53,10 +53,19 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._master, text.encode())
 
-    def wait_for(self, text: str) -> str:
-        """Read until `text` comes after what the last call waited for; returns what came up to its end."""
-        deadline, start = time.monotonic() + TIMEOUT_S, self._num_read
+    def wait_for(self, text: str, typing: str = "") -> str:
+        """Read until `text` comes after what the last call waited for; returns what came up to its end.
+
+        Args:
+            text: What to wait for.
+            typing: Typed now, and again when `text` has not come for 15 seconds, as a person does: Python's readline
+                does not notice a Ctrl+C in the very moment in which it begins to wait.
+        """
+        deadline, start, typed_s = time.monotonic() + TIMEOUT_S, self._num_read, float("-inf")
         while (found := self.output.find(text, start)) < 0:
+            if typing and time.monotonic() > typed_s + 15:
+                self.type(typing)
+                typed_s = time.monotonic()
             assert time.monotonic() < deadline, f"{text!r} did not come: {self.output!r}"
             if select.select([self._master], [], [], 0.5)[0]:
                 try:
@@ -67,10 +76,7 @@ class Terminal:
         return self.output[start : self._num_read]
 
     def interrupt(self) -> int:
-        """Ctrl+C until the end, as a person does; returns the exit code.
-
-        Python's readline does not notice one in the very moment in which it begins to wait.
-        """
+        """Ctrl+C until the end, see `wait_for`; returns the exit code."""
         while self.process.poll() is None:
             self.type("\x03")
             with contextlib.suppress(subprocess.TimeoutExpired):
