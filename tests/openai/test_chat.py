@@ -16,7 +16,7 @@ HELLO: list[Any] = [{"role": "user", "content": "Hello!"}]
 BODY = {"model": "demo", "messages": HELLO, "max_tokens": 8}
 SCHEMA = {
     "type": "object",
-    "properties": {"yes": {"type": "boolean"}, "count": {"type": "integer"}},
+    "properties": {"yes": {"type": "boolean"}, "count": {"type": "integer", "minimum": 0, "maximum": 99}},
     "required": ["yes", "count"],
     "additionalProperties": False,
 }
