@@ -165,6 +165,7 @@ def test_cancelled_requests_leave_the_server_and_the_others_alone(server: Triton
 @pytest.mark.usefixtures("canary")
 @pytest.mark.full
 def test_unload_answers_requests_in_flight(server: TritonServer) -> None:
+    wait_until(lambda: num_running(server) == 0)  # what others have cancelled
     running = in_background(lambda: generate(server, "faulty", "slow", max_new_tokens=IS_SLOW), 3)
     wait_until(lambda: num_running(server) == 2 * 3)  # requests, and their sequences
     assert post(server, "/v2/repository/models/faulty/unload", {}).status == 200
