@@ -29,7 +29,7 @@ CHANNEL_OPTIONS: Final[tuple[tuple[str, Any], ...]] = (
     ("grpc.keepalive_timeout_ms", 10_000),
 )
 RECONNECT_LIMIT_S: Final = 1.0
-"""Beyond the longest time between two attempts to connect."""
+"""How long a call waits for the next attempt to connect; two attempts are at most half a second apart."""
 PROBLEMS: Final[Mapping[str, str]] = {
     "DNS": "there is no such host",
     "name resolution": "there is no such host",

@@ -68,10 +68,10 @@ def attend_packed(
 
 
 def _tokens_of(number: int, sequences: torch.Tensor, bounds: torch.Tensor) -> slice:
-    """A sequence's tokens, of which a kernel is told twice.
+    """The tokens of a sequence, which both `sequences` and `bounds` tell.
 
     Raises:
-        ValueError: Each time something else.
+        ValueError: They contradict each other.
     """
     own = slice(int(bounds[number]), int(bounds[number + 1]))
     if (sequences == number).nonzero().flatten().tolist() != list(range(own.start, own.stop)):
