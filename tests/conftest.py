@@ -20,8 +20,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 FOREIGN = ("HF_", "TRANSFORMERS_", "HUGGING_FACE_", "HUGGINGFACE", "PRIVATE_REPO_TOKEN", "XDG_CACHE_HOME")
-SHARED_SERVER = re.compile(r"^(?:def test|    ).*\b(standard|triton|agents): \w", flags=re.MULTILINE)
-"""A test's argument: a server that several modules share (tests/server/conftest.py, tests/openai/conftest.py)."""
+SHARED_SERVERS = {
+    "tests/server": {"standard"},
+    "tests/openai": {"triton", "gateway", "client", "agents", "openai_agent", "responses", "messages", "encoders"},
+}
+"""Folders whose modules share servers, each with the fixtures of its conftest that start them."""
+SIGNATURE = re.compile(r"^(?:def |    )\S.*$", flags=re.MULTILINE)
+ARGUMENT = re.compile(r"\b(\w+): \w")
+FIXTURE = re.compile(r"^def (\w+)\(", flags=re.MULTILINE)
 
 
 class ServerScheduling(LoadScopeScheduling):
@@ -33,8 +39,21 @@ class ServerScheduling(LoadScopeScheduling):
 
 @functools.cache
 def _scope(path: str) -> str:
-    shared = SHARED_SERVER.search((ROOT / path).read_text(encoding="utf-8"))
-    return f"the server {shared[1]}" if shared else path
+    folder = path.rpartition("/")[0]
+    text = (ROOT / path).read_text(encoding="utf-8")
+    taken = {name for line in SIGNATURE.findall(text) for name in ARGUMENT.findall(line)}
+    taken -= set(FIXTURE.findall(text))  # the module's own
+    return folder if taken & SHARED_SERVERS.get(folder, set()) else path
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no module that the marks asked for (`-m`) leave without a test: all imports together take ten seconds."""
+    if collection_path.suffix != ".py" or collection_path.name == "conftest.py":
+        return None
+    text, marks = collection_path.read_text(encoding="utf-8"), config.getoption("markexpr")
+    is_full = re.search(r"^pytestmark = (?:\[\s*)?pytest\.mark\.full\b", text, flags=re.MULTILINE)
+    is_without = ("not full" in marks and is_full) or (marks.startswith("serial") and "mark.serial" not in text)
+    return True if is_without else None
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ServerScheduling:

@@ -110,6 +110,7 @@ def openai_chunks(port: int) -> list[str]:
     return [json.loads(chunk)["choices"][0]["text"] for chunk in chunks]
 
 
+@pytest.mark.full
 def test_one_folder_answers_infer_and_streams(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
     repository = tmp_path / "repository"
     make_folder(repository, "mine", huggingface_model=DEMO)

@@ -29,6 +29,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopbackHub]:
         yield hub
 
 
+@pytest.mark.full
 def test_a_new_folder_loads_as_it_is_after_a_pull(hub: LoopbackHub, tmp_path: Path) -> None:
     environment = hub.environment() | {"HF_HOME": str(tmp_path / "home")}
     repository = tmp_path / "new" / "repository"

@@ -18,6 +18,7 @@ import click
 import pytest
 
 import hf_triton
+from hf_triton.cli import main
 from hf_triton.cli.gateway_options import ALONE, as_arguments, read_config
 from hf_triton.cli.openai import openai
 from hf_triton.openai.config import GatewayConfig
@@ -272,10 +273,11 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("command", REFUSALS)
-def test_wrong_options_are_refused_in_one_sentence(command: str) -> None:
-    result = subprocess.run([COMMAND, *command.split()], capture_output=True, text=True, timeout=LIMIT_S)
-    assert result.returncode == 2
-    [sentence] = result.stderr.splitlines()
+def test_wrong_options_are_refused_in_one_sentence(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(command.split())
+    assert ended.value.code == 2
+    [sentence] = capsys.readouterr().err.splitlines()
     assert sentence.startswith("error: wrong_usage: ")
     assert REFUSALS[command] in sentence
 

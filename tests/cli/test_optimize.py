@@ -215,6 +215,7 @@ def for_cuda(folder: Path) -> Path:
     return target
 
 
+@pytest.mark.full
 def test_a_folder_for_a_gpu_is_refused_without_one(for_cuda: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "KIND_CPU" not in (for_cuda / "config.pbtxt").read_text()
     lacks_provider = "needs the CUDAExecutionProvider of onnxruntime-gpu, which is not installed: `pip install onnxrunt"
@@ -229,6 +230,7 @@ def test_a_folder_for_a_gpu_is_refused_without_one(for_cuda: Path, monkeypatch: 
         assert sentence in str(error.value)
 
 
+@pytest.mark.full
 def test_a_folder_for_a_gpu_is_refused_on_the_cpu(for_cuda: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("onnxruntime.get_available_providers", lambda: [CUDA])
     change_facts(for_cuda, processor="a machine without a GPU", version=version("onnxruntime"))
@@ -236,6 +238,7 @@ def test_a_folder_for_a_gpu_is_refused_on_the_cpu(for_cuda: Path, monkeypatch: p
         load(for_cuda, runtime="onnx-cuda")
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_provider_that_cannot_be_loaded_is_no_fallback_to_the_cpu(for_cuda: Path) -> None:
     file = for_cuda / "1" / "onnx" / "model.onnx"
@@ -243,6 +246,7 @@ def test_a_provider_that_cannot_be_loaded_is_no_fallback_to_the_cpu(for_cuda: Pa
         OnnxSession(file, 1, gpu_providers("onnx-cuda", file, 0))
 
 
+@pytest.mark.full
 def test_a_folder_in_float16(folder: Path) -> None:
     target = folder.with_name("mine_float16")
     with closing(Child(Path(os.devnull), GraphWriter, folder)) as writer:

@@ -17,6 +17,7 @@ from tests.support.serving import curl_lines, descendants, wait_until_gone
 from tests.support.tasks import save_task_checkpoint
 
 
+@pytest.mark.full
 def test_a_prompt_is_answered_and_nothing_is_left(tmp_path: Path) -> None:
     done = hf_triton("run", "demo", "How can you be", "--max-tokens=8", TMPDIR=str(tmp_path))
     assert done.returncode == 0, done.stderr

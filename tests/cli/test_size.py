@@ -174,6 +174,7 @@ def test_what_is_not_known_is_said(case: str, checkpoint: Path) -> None:
     assert sentence in " ".join(sizes(checkpoint, *arguments)["notes"])
 
 
+@pytest.mark.full
 def test_a_model_that_is_too_large_needs_several_cards(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         json.dumps(

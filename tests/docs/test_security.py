@@ -82,6 +82,7 @@ def test_defaults_are_the_declared_ones() -> None:
     assert f"`triton-grpc-protocol-{ADMIN_HEADER}: KEY`" in TEXT
 
 
+@pytest.mark.full
 def test_the_commands_for_tls_work(tmp_path: Path) -> None:
     make, ask = re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL)
     *files, serve = make.replace("\\\n", "").splitlines()

@@ -23,7 +23,7 @@ LENGTHS = [5, 60, 3, 60, 12, 12, 41]
 WITH_TYPES = ("bert", "electra")
 FAMILIES = [
     ("bert", "embeddings"),
-    ("distilbert", "answers"),
+    pytest.param("distilbert", "answers", marks=pytest.mark.full),
     pytest.param("roberta", "sequence", marks=pytest.mark.full),
     pytest.param("modernbert", "masks", marks=pytest.mark.full),
     pytest.param("deberta-v2", "sequence", marks=pytest.mark.full),

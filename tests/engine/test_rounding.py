@@ -107,8 +107,11 @@ def largest_gap(model: Any, outputs: list[Scored], others: list[Scored]) -> floa
     return max(distances)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("architecture", ["llama", "falcon", "persimmon", "gpt_neox"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.full)], ids=str)
+@pytest.mark.parametrize(
+    "architecture",
+    ["llama", *(pytest.param(name, marks=pytest.mark.full) for name in ("falcon", "persimmon", "gpt_neox"))],
+)
 def test_half_precision_rounds_as_in_generate(architecture: str, dtype: torch.dtype, tmp_path: Any) -> None:
     build_tiny_checkpoint(tmp_path, architecture, eos_token_id=None)
     model = load_reference(tmp_path).model.to(dtype)

@@ -84,6 +84,7 @@ def test_hybrid_models_are_measured_in_both_engines(benchmark: ModuleType, monke
         assert continuous / batch == pytest.approx(ratio, abs=0.1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("benchmark", ["linear"], indirect=True)
 def test_the_benchmark_of_linear_layers_has_all_ways(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     if linear_kernel.can_run(torch.float32) and linear_kernel.can_run(torch.bfloat16):

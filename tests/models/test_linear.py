@@ -211,6 +211,7 @@ def test_kernels_by_processor_feature(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not linear_kernel.can_run(torch.bfloat16)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("variable", ["NUMBA_ENABLE_AVX=0", "NUMBA_CPU_NAME=generic", "NUMBA_CPU_FEATURES=-avx512f"])
 def test_no_kernel_if_numba_is_configured_for_less(variable: str) -> None:
     """LLVM ends the process otherwise."""

@@ -30,6 +30,7 @@ thread.join()
 PAGES = 20 * 4 * 1024  # touched in all
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("environment", [{}, {"MALLOC_TRIM_THRESHOLD_": "131072"}])
 def test_heap_keeps_freed_pages(environment: dict[str, str]) -> None:
     run = subprocess.run(

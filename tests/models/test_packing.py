@@ -142,6 +142,7 @@ with torch.inference_mode():
 """
 
 
+@pytest.mark.full
 def test_memory_does_not_grow_with_every_number_of_rows() -> None:
     run = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr

@@ -19,8 +19,8 @@ LENGTHS = [1, 15, 16, 17, 70]
 LAYERS = [  # dtype, heads, key heads, size, value size
     (torch.float32, 4, 4, 16, 16),
     (torch.float32, 6, 2, 80, 24),
-    (torch.float32, 71, 1, 64, 64),
-    (torch.float32, 2, 1, 128, 128),
+    pytest.param((torch.float32, 71, 1, 64, 64), marks=pytest.mark.full),
+    pytest.param((torch.float32, 2, 1, 128, 128), marks=pytest.mark.full),
     *((dtype, 6, 2, 16, 16) for dtype in WIDENED if dtype != torch.float32),
 ]
 

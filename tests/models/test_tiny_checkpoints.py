@@ -187,6 +187,7 @@ def test_damaged_bytes(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.full
 def test_from_pretrained_through_the_loopback_hub(tmp_path: Path) -> None:
     folder = build_tiny_checkpoint(tmp_path / "checkpoint", "falcon", max_shard_size="100KB")
     code = (

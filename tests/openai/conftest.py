@@ -65,6 +65,66 @@ def client(gateway: GatewayThread) -> Iterator[openai.OpenAI]:
 
 
 @pytest.fixture(scope="session")
+def encoder_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """By folder; `prompted` has prompts, `states` gives the vectors of tokens."""
+    from sentence_transformers import SentenceTransformer
+
+    from tests.support.sentence_checkpoints import real_checkpoint
+    from tests.support.sparse_checkpoints import save_splade
+    from tests.support.tasks import save_task_checkpoint
+
+    root = tmp_path_factory.mktemp("encoders")
+    prompted = SentenceTransformer(str(real_checkpoint()), device="cpu")
+    prompted.prompts = {"query": "Represent this: ", "passage": "Keep this: "}
+    prompted.save(str(root / "prompted"))
+    return {
+        "minilm": real_checkpoint(),
+        "prompted": root / "prompted",
+        "states": real_checkpoint(),
+        "splade": save_splade(root / "splade"),
+        "reranker": save_task_checkpoint(root / "reranker", "bert", "sequence", num_labels=1),
+        "sentiment": save_task_checkpoint(root / "sentiment", "distilbert", "sequence", num_labels=3),
+        "writer": build_tiny_checkpoint(root / "writer"),
+    }
+
+
+@pytest.fixture(scope="session")
+def encoder_adapters(encoder_checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """`law` of the embedder, and `own` of the classifier, with a head of its own."""
+    from transformers import AutoModel, AutoModelForSequenceClassification
+
+    from tests.support.adapters import save_lora
+
+    root = tmp_path_factory.mktemp("adapters")
+    embedder = AutoModel.from_pretrained(encoder_checkpoints["minilm"])
+    classifier = AutoModelForSequenceClassification.from_pretrained(encoder_checkpoints["sentiment"])
+    return {
+        "law": save_lora(embedder, root / "law", target_modules=["query", "value"]),
+        "own": save_lora(classifier, root / "own", target_modules=["q_lin", "v_lin"], task_type="SEQ_CLS"),
+    }
+
+
+@pytest.fixture(scope="session")
+def encoders(
+    encoder_checkpoints: dict[str, Path],
+    encoder_adapters: dict[str, Path],
+    make_folder: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[TritonServer]:
+    """A server with a folder for each of the checkpoints."""
+    repository = tmp_path_factory.mktemp("repository")
+    more: dict[str, dict[str, object]] = {
+        "minilm": {"adapters": json.dumps({"law": str(encoder_adapters["law"])})},
+        "states": {"task": "feature-extraction"},
+    }
+    for name, checkpoint in encoder_checkpoints.items():
+        make_folder(repository, name, huggingface_model=checkpoint, **more.get(name, {}))
+    shutil.copytree(encoder_adapters["own"], repository / "sentiment" / "adapters" / "own")
+    with TritonServer(repository, ready_timeout_s=280) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
 def agents(tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path]) -> Iterator[GatewayThread]:
     """A gateway with `writes`, which writes what it is told to, `free`, of random weights, and their stream doors.
 

@@ -76,6 +76,7 @@ def http_request(body: object) -> bytes:
     return f"{head}\r\n\r\n".encode() + content
 
 
+@pytest.mark.full
 def test_client_that_takes_nothing_is_disconnected(hasty: GatewayThread, triton: TritonServer) -> None:
     body = {"model": "decoupled", "prompt": ["a"] * 64, "n": 32, "stream": True, "max_tokens": 200}
     with send(hasty, http_request(body), receive_bytes=4096):

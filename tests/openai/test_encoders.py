@@ -6,7 +6,6 @@ import base64
 import itertools
 import json
 import re
-import shutil
 import struct
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,13 +16,13 @@ import httpx
 import numpy as np
 import openai
 import pytest
-from transformers import AutoModel, AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification
 
 from hf_triton.openai.config import GatewayConfig
 from hf_triton.openai.endpoint import Endpoint
 from hf_triton.openai.triton import TritonModels
-from hf_triton.testing import TritonServer, build_tiny_checkpoint
-from tests.support.adapters import save_lora, wrap
+from hf_triton.testing import TritonServer
+from tests.support.adapters import wrap
 from tests.support.client import post
 from tests.support.clients import CLIENTS, has, run
 from tests.support.commands import hf_triton
@@ -31,7 +30,7 @@ from tests.support.gateway import GatewayThread, wait_until
 from tests.support.paths import ROOT
 from tests.support.sentence_checkpoints import TEXTS, real_checkpoint, reference_embeddings
 from tests.support.serving import running
-from tests.support.tasks import reference, save_task_checkpoint
+from tests.support.tasks import reference
 
 NEIGHBOURS = {0: 1, 3: 4}
 TOLERANCE = 1e-5
@@ -40,47 +39,8 @@ DOCUMENTS = ["Anna lives in Berlin.", "bad", "two boats and one lighthouse"]
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("checkpoints")
-    return {
-        "minilm": real_checkpoint(),
-        "reranker": save_task_checkpoint(root / "reranker", "bert", "sequence", num_labels=1),
-        "sentiment": save_task_checkpoint(root / "sentiment", "distilbert", "sequence", num_labels=3),
-        "writer": build_tiny_checkpoint(root / "writer"),
-    }
-
-
-@pytest.fixture(scope="module")
-def adapters(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """`law` of the embedder, and `own` of the classifier, with a head of its own."""
-    root = tmp_path_factory.mktemp("adapters")
-    embedder = AutoModel.from_pretrained(checkpoints["minilm"])
-    classifier = AutoModelForSequenceClassification.from_pretrained(checkpoints["sentiment"])
-    return {
-        "law": save_lora(embedder, root / "law", target_modules=["query", "value"]),
-        "own": save_lora(classifier, root / "own", target_modules=["q_lin", "v_lin"], task_type="SEQ_CLS"),
-    }
-
-
-@pytest.fixture(scope="module")
-def server(
-    checkpoints: dict[str, Path],
-    adapters: dict[str, Path],
-    make_folder: Callable[..., Path],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[TritonServer]:
-    repository = tmp_path_factory.mktemp("repository")
-    for name, checkpoint in checkpoints.items():
-        more = {"adapters": json.dumps({"law": str(adapters["law"])})} if name == "minilm" else {}
-        make_folder(repository, name, huggingface_model=checkpoint, **more)
-    shutil.copytree(adapters["own"], repository / "sentiment" / "adapters" / "own")
-    with TritonServer(repository) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def gateway(server: TritonServer) -> Iterator[GatewayThread]:
-    with GatewayThread(GatewayConfig(triton=server.grpc_url, port=0)) as running:
+def gateway(encoders: TritonServer) -> Iterator[GatewayThread]:
+    with GatewayThread(GatewayConfig(triton=encoders.grpc_url, port=0)) as running:
         yield running
 
 
@@ -90,9 +50,9 @@ def client(gateway: GatewayThread) -> Iterator[openai.OpenAI]:
         yield connected
 
 
-def test_encoders_say_what_they_are(server: TritonServer) -> None:
+def test_encoders_say_what_they_are(encoders: TritonServer) -> None:
     async def infos() -> dict[str, Any]:
-        models = TritonModels(Endpoint(server.grpc_url), 60.0)
+        models = TritonModels(Endpoint(encoders.grpc_url), 60.0)
         try:
             return {name: folder.info for name, folder in (await models.folders()).items()}
         finally:
@@ -101,6 +61,9 @@ def test_encoders_say_what_they_are(server: TritonServer) -> None:
     told = asyncio.run(infos())
     assert {name: info.task for name, info in told.items()} == {
         "minilm": "embeddings",
+        "prompted": "embeddings",
+        "states": "feature-extraction",
+        "splade": "sparse-embeddings",
         "reranker": "rerank",
         "sentiment": "text-classification",
         "writer": "text-generation",
@@ -164,12 +127,12 @@ def test_two_thousand_texts_are_one_request(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank"])
-def test_documents_are_sorted_by_their_score(gateway: GatewayThread, server: TritonServer, path: str) -> None:
+def test_documents_are_sorted_by_their_score(gateway: GatewayThread, encoders: TritonServer, path: str) -> None:
     tensors = [
         {"name": name, "datatype": "BYTES", "shape": [len(texts)], "data": texts}
         for name, texts in (("query", [QUERY]), ("documents", DOCUMENTS))
     ]
-    [scores] = post(server, "/v2/models/reranker/infer", {"inputs": tensors}).json()["outputs"]
+    [scores] = post(encoders, "/v2/models/reranker/infer", {"inputs": tensors}).json()["outputs"]
     order = np.argsort(-np.array(scores["data"]))
     documents = [DOCUMENTS[0], {"text": DOCUMENTS[1]}, DOCUMENTS[2]]
     answer = ask(gateway, path, model="reranker", query=QUERY, documents=documents)
@@ -194,8 +157,8 @@ def test_pairs_have_scores_in_their_order(gateway: GatewayThread) -> None:
         assert [each["score"] for each in answer["data"]] == pytest.approx([by_index[index] for index in range(3)])
 
 
-def test_texts_are_classified(gateway: GatewayThread, checkpoints: dict[str, Path]) -> None:
-    expected = reference(checkpoints["sentiment"], "text-classification", DOCUMENTS, top_k=3)
+def test_texts_are_classified(gateway: GatewayThread, encoder_checkpoints: dict[str, Path]) -> None:
+    expected = reference(encoder_checkpoints["sentiment"], "text-classification", DOCUMENTS, top_k=3)
     answer = ask(gateway, "/v1/classify", model="sentiment", input=DOCUMENTS, top_k=3)
     assert [each["label"] for each in answer["data"]] == [row[0]["label"] for row in expected]
     for entry, row in zip(answer["data"], expected, strict=True):
@@ -208,10 +171,12 @@ def test_texts_are_classified(gateway: GatewayThread, checkpoints: dict[str, Pat
     assert alone["probs"][int(alone["label"][-1])] == alone["score"], "in the order of the model's labels"
 
 
-def test_token_ids_are_classified_as_their_texts_are(gateway: GatewayThread, checkpoints: dict[str, Path]) -> None:
+def test_token_ids_are_classified_as_their_texts_are(
+    gateway: GatewayThread, encoder_checkpoints: dict[str, Path]
+) -> None:
     from transformers import AutoTokenizer
 
-    ids = AutoTokenizer.from_pretrained(checkpoints["sentiment"])(DOCUMENTS)["input_ids"]
+    ids = AutoTokenizer.from_pretrained(encoder_checkpoints["sentiment"])(DOCUMENTS)["input_ids"]
     texts, tokens = (ask(gateway, "/v1/classify", model="sentiment", input=given) for given in (DOCUMENTS, ids))
     assert tokens["usage"] == texts["usage"]
     for entry, expected in zip(tokens["data"], texts["data"], strict=True):
@@ -260,9 +225,9 @@ def test_documented_requests_are_answered(gateway: GatewayThread) -> None:
 # --- keys and metrics -------------------------------------------------------------------------------------------------
 
 
-def test_keys_pay_for_the_tokens_of_texts(server: TritonServer, tmp_path: Path) -> None:
+def test_keys_pay_for_the_tokens_of_texts(encoders: TritonServer, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("sk-a name=a tokens_per_day=100000\n")
-    config = GatewayConfig(triton=server.grpc_url, port=0, api_key_file=tmp_path / "keys")
+    config = GatewayConfig(triton=encoders.grpc_url, port=0, api_key_file=tmp_path / "keys")
     requests: dict[str, dict[str, Any]] = {
         "/v1/embeddings": {"model": "minilm:law", "input": TEXTS},
         "/v1/rerank": {"model": "reranker", "query": QUERY, "documents": DOCUMENTS},
@@ -274,10 +239,10 @@ def test_keys_pay_for_the_tokens_of_texts(server: TritonServer, tmp_path: Path) 
         assert num_tokens > 0
         assert answers[-1].headers["x-ratelimit-remaining-tokens"] == str(100_000 - num_tokens)
         assert f'hf_triton_openai_key_prompt_tokens_total{{key="a"}} {num_tokens:.1f}' in client.get("/metrics").text
-        embedded = client.post("/embed", json={"inputs": "a text"})
+        embedded = client.post("/embed", json={"model": "minilm", "inputs": "a text"})
         assert int(embedded.headers["x-ratelimit-remaining-tokens"]) < 100_000 - num_tokens
     own = 'hf_triton_prompt_tokens_total{adapter="law",model="minilm",version="1"} '
-    line = next_line(server, own)
+    line = next_line(encoders, own)
     assert float(line.removeprefix(own)) >= answers[0].json()["usage"]["total_tokens"]
 
 
@@ -297,12 +262,12 @@ def next_line(server: TritonServer, beginning: str) -> str:
 
 
 def test_vectors_of_an_adapter_equal_those_of_sentence_transformers(
-    client: openai.OpenAI, adapters: dict[str, Path]
+    client: openai.OpenAI, encoder_adapters: dict[str, Path]
 ) -> None:
     from sentence_transformers import SentenceTransformer
 
     model = SentenceTransformer(str(real_checkpoint()), device="cpu")
-    model.load_adapter(str(adapters["law"]))
+    model.load_adapter(str(encoder_adapters["law"]))
     expected = {"minilm": reference_embeddings(real_checkpoint(), TEXTS), "minilm:law": model.encode(TEXTS)}
     assert np.abs(expected["minilm"] - expected["minilm:law"]).max() > 0.01
 
@@ -316,12 +281,17 @@ def test_vectors_of_an_adapter_equal_those_of_sentence_transformers(
 
 
 def test_labels_of_an_adapter_with_a_head_of_its_own(
-    gateway: GatewayThread, server: TritonServer, checkpoints: dict[str, Path], adapters: dict[str, Path]
+    gateway: GatewayThread,
+    encoders: TritonServer,
+    encoder_checkpoints: dict[str, Path],
+    encoder_adapters: dict[str, Path],
 ) -> None:
     from transformers import AutoTokenizer, pipeline
 
-    model = wrap(AutoModelForSequenceClassification.from_pretrained(checkpoints["sentiment"]), adapters["own"])
-    tokenizer = AutoTokenizer.from_pretrained(checkpoints["sentiment"])
+    model = wrap(
+        AutoModelForSequenceClassification.from_pretrained(encoder_checkpoints["sentiment"]), encoder_adapters["own"]
+    )
+    tokenizer = AutoTokenizer.from_pretrained(encoder_checkpoints["sentiment"])
     pipe: Any = pipeline("text-classification", model=model.get_base_model(), tokenizer=tokenizer, device="cpu")
     expected = pipe(DOCUMENTS, top_k=1)
     for named in ({"model": "sentiment:own"}, {"model": "sentiment", "lora_name": "own"}):
@@ -333,7 +303,7 @@ def test_labels_of_an_adapter_with_a_head_of_its_own(
         r"^curl -X POST localhost:8000(/v2/models/sentiment/\S+) -d '(.*)'$", text, re.MULTILINE
     )
     [[wanted]] = pipe([json.loads(body)["text"]], top_k=1)
-    assert post(server, path, json.loads(body)).json()["score"] == pytest.approx(wanted["score"], abs=1e-5)
+    assert post(encoders, path, json.loads(body)).json()["score"] == pytest.approx(wanted["score"], abs=1e-5)
     plain = ask(gateway, "/v1/classify", model="sentiment", input=DOCUMENTS)["data"]
     assert plain[0]["score"] != pytest.approx(expected[0][0]["score"], abs=1e-3)
 
@@ -365,6 +335,9 @@ def test_models_are_listed_with_their_tasks(client: openai.OpenAI) -> None:
     assert {model.id: model.model_dump()["task"] for model in client.models.list()} == {
         "minilm": "embeddings",
         "minilm:law": "embeddings",
+        "prompted": "embeddings",
+        "states": "feature-extraction",
+        "splade": "sparse-embeddings",
         "reranker": "rerank",
         "sentiment": "text-classification",
         "writer": "text-generation",
@@ -400,8 +373,8 @@ def test_a_model_of_another_task_is_refused(gateway: GatewayThread, path: str) -
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
 
 
-def test_the_command_for_texts_names_an_encoders_task(server: TritonServer) -> None:
-    done = hf_triton("generate", "minilm", "hello", f"--triton={server.grpc_url}")
+def test_the_command_for_texts_names_an_encoders_task(encoders: TritonServer) -> None:
+    done = hf_triton("generate", "minilm", "hello", f"--triton={encoders.grpc_url}")
     assert (done.returncode, done.stdout) == (1, "")
     assert "wrong_task: the model 'minilm' is for embeddings, and generates no text: POST " in done.stderr
 
@@ -477,8 +450,8 @@ def test_long_texts_may_be_cut(gateway: GatewayThread) -> None:
     assert len(answer["data"]) == 2
 
 
-def test_the_time_of_a_request_is_that_of_all_its_texts(server: TritonServer) -> None:
-    with GatewayThread(GatewayConfig(triton=server.grpc_url, port=0, timeout_s=0.3)) as hasty:
+def test_the_time_of_a_request_is_that_of_all_its_texts(encoders: TritonServer) -> None:
+    with GatewayThread(GatewayConfig(triton=encoders.grpc_url, port=0, timeout_s=0.3)) as hasty:
         body = {"model": "minilm", "input": ["a long way to the old harbour"] * 4000}
         answer = httpx.post(f"{hasty.url}/v1/embeddings", json=body, timeout=60)
         assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
@@ -488,10 +461,10 @@ def test_the_time_of_a_request_is_that_of_all_its_texts(server: TritonServer) ->
 
 @pytest.mark.full
 def test_encoders_are_loaded_on_demand(
-    checkpoints: dict[str, Path], make_folder: Callable[..., Path], tmp_path: Path
+    encoder_checkpoints: dict[str, Path], make_folder: Callable[..., Path], tmp_path: Path
 ) -> None:
     for name in ("reranker", "sentiment"):
-        make_folder(tmp_path / "models", name, huggingface_model=checkpoints[name], config="max_batch_size: 8")
+        make_folder(tmp_path / "models", name, huggingface_model=encoder_checkpoints[name], config="max_batch_size: 8")
     with running(str(tmp_path / "models"), "--on-demand", "--max-loaded=1", output=tmp_path / "output") as serving:
         output = serving.wait_for("Ctrl+C stops the server")
         url = f"http://127.0.0.1:{serving.openai_port}"

@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,12 @@ def post(gateway: GatewayThread, key: str, path: str = "/v1/completions", **body
     return httpx.post(gateway.url + path, json={**BODY, **body}, headers=bearer(key), timeout=60)
 
 
+def use_up(gateway: GatewayThread, key: str) -> None:
+    """Send as many requests as the key has in a minute, together: each waits a second for a Triton."""
+    with ThreadPoolExecutor(10) as pool:
+        list(pool.map(lambda _: post(gateway, key), range(10)))
+
+
 def used(gateway: GatewayThread, key: str) -> dict[str, float]:
     """What the metrics say of a key, by metric and limit."""
     text = httpx.get(f"{gateway.url}/metrics", headers=bearer(ADMIN)).text
@@ -101,8 +108,7 @@ def test_of_many_requests_at_once_as_many_pass_as_the_limit_says(alone: GatewayT
 
 
 def test_refusal_has_each_apis_form(alone: GatewayThread) -> None:
-    for _ in range(10):
-        post(alone, "sk-ten")
+    use_up(alone, "sk-ten")
     with openai.OpenAI(base_url=f"{alone.url}/v1", api_key="sk-ten", max_retries=0) as client:
         with pytest.raises(openai.RateLimitError, match="the API key ten has used its 10 requests per minute") as told:
             client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "a"}])
@@ -134,8 +140,7 @@ def test_unknown_keys_leave_nothing(alone: GatewayThread) -> None:
 def test_wrong_line_leaves_keys_and_use_as_they_were(
     alone: GatewayThread, keys: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for _ in range(10):
-        post(alone, "sk-ten")
+    use_up(alone, "sk-ten")
     with caplog.at_level(logging.INFO, "hf_triton.openai"):
         keys.write_text(f"{KEYS}sk-new requests_per_minute=many sk-other\n")
         wait_until(lambda: "stay as they were" in caplog.text)

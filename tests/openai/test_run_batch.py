@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from hf_triton.cli import main
 from hf_triton.openai.config import GatewayConfig
 from hf_triton.server import free_ports
 from hf_triton.testing import TritonServer
@@ -126,11 +127,15 @@ def _take_interrupts() -> None:
         ([line("a", stream=True)], "line 1 has stream true"),
     ],
 )
-def test_a_wrong_file_is_refused_before_anything_is_asked(lines: list[str], sentence: str, tmp_path: Path) -> None:
+def test_a_wrong_file_is_refused_before_anything_is_asked(
+    lines: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     requests = write(tmp_path / "in.jsonl", lines)
-    done = hf_triton("run-batch", str(requests), "-o", str(tmp_path / "out.jsonl"))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"error: wrong_usage: {sentence}")
+    with pytest.raises(SystemExit) as ended:
+        main(["run-batch", str(requests), "-o", str(tmp_path / "out.jsonl")])
+    told = capsys.readouterr()
+    assert (ended.value.code, told.out) == (2, "")
+    assert told.err.startswith(f"error: wrong_usage: {sentence}")
     assert not (tmp_path / "out.jsonl").exists()
 
 
@@ -246,11 +251,14 @@ def test_a_model_is_served_for_the_run(tmp_path: Path) -> None:
         (["-o", "/nowhere/out.jsonl"], "/nowhere/out.jsonl cannot be written: No such file or directory"),
     ],
 )
-def test_wrong_options_are_refused(arguments: list[str], sentence: str, tmp_path: Path) -> None:
+def test_wrong_options_are_refused(
+    arguments: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     requests = write(tmp_path / "in.jsonl", [line("a")])
-    done = hf_triton("run-batch", str(requests), "-o", os.devnull, *arguments)
-    assert done.returncode == 2
-    assert sentence in done.stderr
+    with pytest.raises(SystemExit) as ended:
+        main(["run-batch", str(requests), "-o", os.devnull, *arguments])
+    assert ended.value.code == 2
+    assert sentence in capsys.readouterr().err
 
 
 def test_a_key_that_is_no_header_is_refused(tmp_path: Path) -> None:

@@ -130,7 +130,14 @@ def test_keys_are_replaced_with_their_file(alone: GatewayThread, keys: Path) -> 
     assert not is_accepted(alone, "sk-third  # of the third client")
 
 
-@pytest.mark.parametrize("change", ["removed", "emptied", "comments", "folder", "pipe", "locked"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        "removed",
+        "emptied",
+        *(pytest.param(each, marks=pytest.mark.full) for each in ("comments", "folder", "pipe", "locked")),
+    ],
+)
 def test_file_without_a_key_revokes_all(alone: GatewayThread, keys: Path, change: str) -> None:
     assert is_accepted(alone)
     if change in ("emptied", "comments"):

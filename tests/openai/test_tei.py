@@ -5,7 +5,7 @@ import base64
 import json
 import re
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,7 @@ from hf_triton.testing import TritonServer
 from tests.support.gateway import GatewayThread
 from tests.support.paths import ROOT
 from tests.support.sentence_checkpoints import TEXTS, real_checkpoint, reference_embeddings
-from tests.support.sparse_checkpoints import expected_splade, save_splade
-from tests.support.tasks import save_task_checkpoint
+from tests.support.sparse_checkpoints import expected_splade
 
 TOLERANCE = 1e-5
 QUERY = "Where does Anna live?"
@@ -33,31 +32,8 @@ PAIR = ["Anna lives in Berlin.", "Where does Anna live?"]
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("checkpoints")
-    prompted = root / "prompted"
-    model = SentenceTransformer(str(real_checkpoint()), device="cpu")
-    model.prompts = {"query": "Represent this: ", "passage": "Keep this: "}
-    model.save(str(prompted))
-    return {
-        "minilm": real_checkpoint(),
-        "prompted": prompted,
-        "states": real_checkpoint(),
-        "splade": save_splade(root / "splade"),
-        "reranker": save_task_checkpoint(root / "reranker", "bert", "sequence", num_labels=1),
-        "sentiment": save_task_checkpoint(root / "sentiment", "distilbert", "sequence", num_labels=3),
-    }
-
-
-@pytest.fixture(scope="module")
-def gateway(
-    checkpoints: dict[str, Path], make_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[GatewayThread]:
-    repository = tmp_path_factory.mktemp("repository")
-    for name, checkpoint in checkpoints.items():
-        more = {"task": "feature-extraction"} if name == "states" else {}
-        make_folder(repository, name, huggingface_model=checkpoint, **more)
-    with TritonServer(repository) as server, GatewayThread(GatewayConfig(triton=server.grpc_url, port=0)) as running:
+def gateway(encoders: TritonServer) -> Iterator[GatewayThread]:
+    with GatewayThread(GatewayConfig(triton=encoders.grpc_url, port=0)) as running:
         yield running
 
 
@@ -90,8 +66,8 @@ def test_embed_gives_vectors(gateway: GatewayThread, inputs: Any) -> None:
     np.testing.assert_allclose(vectors, expected, atol=TOLERANCE)
 
 
-def test_a_prompt_and_dimensions_are_the_models(gateway: GatewayThread, checkpoints: dict[str, Path]) -> None:
-    model = SentenceTransformer(str(checkpoints["prompted"]), device="cpu")
+def test_a_prompt_and_dimensions_are_the_models(gateway: GatewayThread, encoder_checkpoints: dict[str, Path]) -> None:
+    model = SentenceTransformer(str(encoder_checkpoints["prompted"]), device="cpu")
     expected = model.encode(TEXTS, prompt_name="query", truncate_dim=64, normalize_embeddings=True)
     vectors = ask(gateway, "/embed", model="prompted", inputs=TEXTS, prompt_name="query", dimensions=64)
     np.testing.assert_allclose(vectors, expected, atol=TOLERANCE)
@@ -109,29 +85,29 @@ def test_the_hubs_client_finds_a_server_of_tei(gateway: GatewayThread) -> None:
         np.testing.assert_allclose(vectors, expected, atol=TOLERANCE)
 
 
-def test_the_vectors_of_tokens_are_the_models(gateway: GatewayThread, checkpoints: dict[str, Path]) -> None:
+def test_the_vectors_of_tokens_are_the_models(gateway: GatewayThread, encoder_checkpoints: dict[str, Path]) -> None:
     found = ask(gateway, "/embed_all", inputs=TEXTS[:2])
-    expected = SentenceTransformer(str(checkpoints["states"]), device="cpu").encode(
+    expected = SentenceTransformer(str(encoder_checkpoints["states"]), device="cpu").encode(
         TEXTS[:2], output_value="token_embeddings", convert_to_tensor=True
     )
     for rows, own in zip(found, expected, strict=True):
         np.testing.assert_allclose(rows, own.numpy(), atol=TOLERANCE)
 
 
-def test_sparse_vectors_are_weights_of_tokens(gateway: GatewayThread, checkpoints: dict[str, Path]) -> None:
+def test_sparse_vectors_are_weights_of_tokens(gateway: GatewayThread, encoder_checkpoints: dict[str, Path]) -> None:
     vectors = ask(gateway, "/embed_sparse", inputs=TEXTS)
-    for vector, row in zip(vectors, expected_splade(checkpoints["splade"], TEXTS), strict=True):
+    for vector, row in zip(vectors, expected_splade(encoder_checkpoints["splade"], TEXTS), strict=True):
         found = np.zeros_like(row)
         found[[each["index"] for each in vector]] = [each["value"] for each in vector]
         np.testing.assert_allclose(found, row, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("raw_scores", [False, True])
-def test_rerank_ranks_texts(gateway: GatewayThread, checkpoints: dict[str, Path], raw_scores: bool) -> None:
+def test_rerank_ranks_texts(gateway: GatewayThread, encoder_checkpoints: dict[str, Path], raw_scores: bool) -> None:
     ranks = ask(gateway, "/rerank", query=QUERY, texts=DOCUMENTS, raw_scores=raw_scores, return_text=True)
     assert sorted(each["index"] for each in ranks) == [0, 1, 2]
     assert [each["text"] for each in ranks] == [DOCUMENTS[each["index"]] for each in ranks]
-    logits = logits_of(checkpoints["reranker"], [[QUERY, text] for text in DOCUMENTS])[:, 0]
+    logits = logits_of(encoder_checkpoints["reranker"], [[QUERY, text] for text in DOCUMENTS])[:, 0]
     expected = logits if raw_scores else 1 / (1 + np.exp(-logits))
     np.testing.assert_allclose([each["score"] for each in ranks], np.sort(expected)[::-1], atol=TOLERANCE)
 
@@ -143,13 +119,15 @@ def test_the_other_form_of_rerank_stays(gateway: GatewayThread) -> None:
     assert refusal(gateway, "/rerank", model="nothing", query=QUERY, documents=["a"])[1]["error"]["param"] == "model"
 
 
-def test_predict_gives_all_labels_of_texts_and_pairs(gateway: GatewayThread, checkpoints: dict[str, Path]) -> None:
+def test_predict_gives_all_labels_of_texts_and_pairs(
+    gateway: GatewayThread, encoder_checkpoints: dict[str, Path]
+) -> None:
     single = ask(gateway, "/predict", inputs=TEXTS[0])
     pair = ask(gateway, "/predict", inputs=PAIR)
     batch = ask(gateway, "/predict", inputs=[[TEXTS[0]], PAIR, [TEXTS[1]]])
     assert [each["label"] for each in batch[0]] == [each["label"] for each in single]
     np.testing.assert_allclose([e["score"] for e in batch[1]], [e["score"] for e in pair], atol=TOLERANCE)
-    [logits] = logits_of(checkpoints["sentiment"], [[TEXTS[0]]])
+    [logits] = logits_of(encoder_checkpoints["sentiment"], [[TEXTS[0]]])
     expected = np.exp(logits) / np.exp(logits).sum()
     np.testing.assert_allclose([each["score"] for each in single], np.sort(expected)[::-1], atol=TOLERANCE)
     assert {each["label"] for each in single} == {"LABEL_0", "LABEL_1", "LABEL_2"}
@@ -170,7 +148,7 @@ def test_info_says_what_a_model_is(gateway: GatewayThread) -> None:
     assert about["max_input_length"] > 0
     several = httpx.get(f"{gateway.url}/info")
     assert several.status_code == 400
-    assert several.json()["error"].startswith("there are 6 models: name one by ?model=NAME; there are 'minilm', ")
+    assert several.json()["error"].startswith("there are 7 models: name one by ?model=NAME; there are 'minilm', ")
 
 
 @pytest.mark.parametrize(
@@ -238,11 +216,11 @@ def test_cohere_embeds_in_each_form(gateway: GatewayThread) -> None:
     ("input_type", "prompt"), [("search_query", "query"), ("search_document", "passage"), ("classification", None)]
 )
 def test_the_type_of_input_chooses_the_models_prompt(
-    gateway: GatewayThread, checkpoints: dict[str, Path], input_type: str, prompt: str | None
+    gateway: GatewayThread, encoder_checkpoints: dict[str, Path], input_type: str, prompt: str | None
 ) -> None:
     inputs = [{"content": [{"type": "text", "text": text}]} for text in TEXTS]
     answer = ask(gateway, "/v2/embed", model="prompted", inputs=inputs, input_type=input_type, output_dimension=32)
-    model = SentenceTransformer(str(checkpoints["prompted"]), device="cpu")
+    model = SentenceTransformer(str(encoder_checkpoints["prompted"]), device="cpu")
     expected = model.encode(TEXTS, prompt_name=prompt, truncate_dim=32, normalize_embeddings=True)
     np.testing.assert_allclose(answer["embeddings"]["float"], expected, atol=TOLERANCE)
 

@@ -111,6 +111,7 @@ def server_flags(folder: Path, name: str, *, is_mutual: bool = False) -> dict[st
 # --- to Triton -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_commands_speak_tls(fleet: Fleet) -> None:
     options = fleet.options(triton_headers_file=fleet.folder / "headers")
     done = hf_triton("generate", "-m", "demo", "Hello", *options)

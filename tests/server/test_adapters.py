@@ -18,6 +18,8 @@ from tests.support.adapters import generate_with, save_adapter
 from tests.support.client import generate, infer
 from tests.support.gateway import GatewayThread
 
+pytestmark = pytest.mark.full
+
 PROMPT = "Where does the river go?"
 NUM_TOKENS = 8
 ADAPTERS = ("sql", "tone", "local")

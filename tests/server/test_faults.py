@@ -25,6 +25,8 @@ from tests.support.client import Reply, generate, generate_stream, get, infer, o
 from tests.support.gateway import num_running, wait_until
 from tests.support.slow_model import slow_model
 
+pytestmark = pytest.mark.full
+
 STEP_S = 0.02
 SLOW_MODEL = slow_model(STEP_S)
 LONG = 200  # new tokens: 4 s
@@ -187,7 +189,6 @@ def test_disconnected_clients_leave_no_running_sequences(server: TritonServer, c
     assert generate(server, "slow", CANARY, max_new_tokens=SHORT).body == canary
 
 
-@pytest.mark.full
 def test_process_that_stands_still_while_it_loads_is_not_waited_for(
     server: TritonServer, canary: str, repository: Path
 ) -> None:
@@ -228,7 +229,6 @@ def test_a_reload_under_load_answers_every_request(server: TritonServer, canary:
     assert generate(server, "slow", CANARY, max_new_tokens=SHORT).body == canary
 
 
-@pytest.mark.full
 def test_sigterm_under_load_answers_every_accepted_request(server: TritonServer, canary: str, repository: Path) -> None:
     with start(repository, "slow") as other:
         assert other.process is not None
@@ -247,7 +247,6 @@ def test_sigterm_under_load_answers_every_accepted_request(server: TritonServer,
     assert generate(server, "slow", CANARY, max_new_tokens=SHORT).body == canary
 
 
-@pytest.mark.full
 def test_server_death_is_not_reported_as_a_model_error(repository: Path) -> None:
     with start(repository, "slow") as server:
         assert server.process is not None
@@ -259,7 +258,6 @@ def test_server_death_is_not_reported_as_a_model_error(repository: Path) -> None
         assert "has died" not in server.read_log()
 
 
-@pytest.mark.full
 def test_killed_stub_ends_the_server_and_every_request(repository: Path) -> None:
     """Triton 24.10 neither answers the requests of a dead stub nor starts another, and stays ready."""
     with start(repository, "slow", "streamed") as server:

@@ -24,6 +24,8 @@ from tests.support.images import IMAGES, LABELS, bytes_tensor, encoded, made_ima
 from tests.support.paths import ROOT
 from tests.support.tasks import Served
 
+pytestmark = pytest.mark.full
+
 TOLERANCE = 1e-5
 FILES = [encoded(image, kind) for image, kind in zip(IMAGES, ("PNG", "JPEG", "WEBP"), strict=True)]
 URIS = [f"data:image/png;base64,{base64.b64encode(file).decode()}" for file in FILES]

@@ -12,6 +12,8 @@ from hf_triton.testing import TritonServer, build_tiny_encoder
 from tests.support.client import generate
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.full
+
 HEAVY = {
     "PIL", "bitsandbytes", "numba", "onnx", "onnxruntime", "pandas", "peft", "scipy", "sentence_transformers",
     "sklearn", "soundfile", "torchao", "torchaudio", "torchvision",

@@ -14,6 +14,8 @@ import pytest
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from tests.support.client import generate
 
+pytestmark = pytest.mark.full
+
 MIB = 2**20
 NUM_REQUESTS = 24
 WAITING = """

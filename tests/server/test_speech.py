@@ -21,7 +21,10 @@ from tests.support.gateway import GatewayThread
 from tests.support.paths import ROOT
 from tests.support.speech import Served, encode, save_whisper, sound
 
-pytestmark = pytest.mark.filterwarnings("ignore:std")  # of one token, in transformers' timestamps of words
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.filterwarnings("ignore:std"),
+]  # of one token, in transformers' timestamps of words
 SHORT, LONG = sound(1.3, 1), sound(7.9, 5)
 WAV = encode(SHORT)
 

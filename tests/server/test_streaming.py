@@ -418,6 +418,7 @@ def test_a_client_of_grpc_that_goes_frees_its_row(server: TritonServer) -> None:
     assert wait_for_a_row(server) < LONG_TOKENS * STEP_S / 2
 
 
+@pytest.mark.full
 def test_clients_that_do_not_read_delay_no_other_client(server: TritonServer) -> None:
     """Megabytes stay unread: more than flow control and the buffers of a connection hold."""
     prompts = ["x" * 240] * 128

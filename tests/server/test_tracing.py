@@ -20,6 +20,8 @@ from tests.support.gateway import GatewayThread, add_demo
 from tests.support.otlp import ERROR, Collector, Span
 from tests.support.slow_model import DECOUPLED, slow_model
 
+pytestmark = pytest.mark.full
+
 PROMPT = "Wolverine prompt that no span may hold"
 PHASES = ["queue", "prefill", "decode"]
 NUM_REQUESTS = 30
@@ -144,7 +146,6 @@ def test_a_wrong_caller_gives_a_trace_of_its_own(server: TritonServer, collector
     assert request.parent_id == ""
 
 
-@pytest.mark.full
 def test_below_tritons_own_trace_and_a_forwarded_header(demo: Path) -> None:
     with Collector() as collector:
         arguments = ["--http-header-forward-pattern=^traceparent$", "--trace-config", "mode=opentelemetry"]
@@ -199,7 +200,6 @@ def test_a_gateway_without_spans_passes_the_caller_on(server: TritonServer, coll
     assert request.parent_id == span_id
 
 
-@pytest.mark.full
 def test_without_a_collector_every_request_is_answered(demo: Path) -> None:
     environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9", "OTEL_BSP_SCHEDULE_DELAY": "100"}
     with TritonServer(demo, environment=environment) as server, ThreadPoolExecutor(8) as pool:

@@ -45,7 +45,11 @@ def test_a_folder_of_whisper_has_the_task(served: Served) -> None:
 @pytest.mark.parametrize("samples", [*SHORT, *LONG], ids=lambda samples: f"{len(samples) / RATE:g} s")
 @pytest.mark.parametrize(
     "parameters",
-    [{}, {"language": "de"}, {"task": "translate"}, {"max_new_tokens": 5}],
+    [
+        {},
+        {"language": "de"},
+        *(pytest.param(each, marks=pytest.mark.full) for each in ({"task": "translate"}, {"max_new_tokens": 5})),
+    ],
     ids=lambda parameters: "".join(parameters) or "plain",
 )
 def test_texts_are_those_of_transformers(served: Served, samples: Any, parameters: dict[str, Any]) -> None:

@@ -80,9 +80,9 @@ def test_list_of_wrong_items_is_refused_at_once(model: type[BaseModel], name: st
     given = {"model": "a", "query": "a", "text_1": "a", "text_2": "a", "max_tokens": 1, "messages": [{}], "input": "a"}
     values = {key: value for key, value in given.items() if key in model.model_fields}
     values[name] = [item] * MAX_VALUES
-    start_s = time.process_time()
+    start_s = time.thread_time()
     error = refusal(model, values)
-    assert time.process_time() - start_s < MAX_CPU_S
+    assert time.thread_time() - start_s < MAX_CPU_S
     if error is None:
         assert item == 1, "token ids are the only items that there may be so many of"
         assert name in ("prompt", "input", "tokens")
@@ -119,8 +119,8 @@ def test_body_within_the_limits_is_read(value: object, ascii_only: bool) -> None
 @pytest.mark.parametrize("item", ["1", "{}", "[]", '""', '"a"', '{"a":1}', "0.5", "null", r'"\\"', r'"\""'])
 def test_body_of_too_many_values_is_refused_before_it_is_parsed(item: str) -> None:
     body = f"[{','.join([item] * (MAX_JSON_BYTES // (len(item) + 1)))}]".encode()
-    start_s = time.process_time()
+    start_s = time.thread_time()
     with pytest.raises(ApiError, match="the body holds more than 524288 values") as refused:
         check_counts(body)
     assert refused.value.status_code == 413
-    assert time.process_time() - start_s < MAX_CPU_S
+    assert time.thread_time() - start_s < MAX_CPU_S

@@ -65,6 +65,7 @@ def test_child_ends_with_the_input_of_its_parent() -> None:
     sandbox.close()
 
 
+@pytest.mark.full
 def test_load_on_the_machine_is_not_counted() -> None:
     sandbox = GrammarSandbox()
     assert sandbox.compiles_in_time(regex("a"))

@@ -44,6 +44,7 @@ def download_with_frequent_logs(*arguments: Any) -> Path:
     return download(*others, replace(limits, log_interval_s=0.0))
 
 
+@pytest.mark.full
 def test_progress_is_logged(tmp_path: Path, loopback: LoopbackHub, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "checkpoint" / "model.safetensors").write_bytes(bytes(20_000_000))
     loopback.add(MODEL, tmp_path / "checkpoint")
@@ -115,6 +116,7 @@ def test_stalled_download_fails_and_leaves_no_partial_file(tmp_path: Path, loopb
     assert not list(cache.rglob("*.incomplete"))
 
 
+@pytest.mark.full
 def test_slow_download_is_not_stalled(tmp_path: Path, loopback: LoopbackHub) -> None:
     checkpoint = tmp_path / "checkpoint"
     (checkpoint / "model.safetensors").write_bytes(bytes(1_700_000))
@@ -123,6 +125,7 @@ def test_slow_download_is_not_stalled(tmp_path: Path, loopback: LoopbackHub) -> 
     build_hub(tmp_path, loopback.environment(), download_stall_timeout_s=4).resolve_model()
 
 
+@pytest.mark.full
 def test_timeout_quotes_the_last_warning_of_the_client(tmp_path: Path, loopback: LoopbackHub) -> None:
     loopback.fail(429, path="/resolve/", retry_after_s=300)
     hub = build_hub(tmp_path, loopback.environment(), download_timeout_s=4)
@@ -173,6 +176,7 @@ def test_token_is_in_the_environment_alone(tmp_path: Path, monkeypatch: pytest.M
     assert CANARY not in seen
 
 
+@pytest.mark.full
 def test_process_ends_with_its_parent(tmp_path: Path, loopback: LoopbackHub) -> None:
     loopback.hang()
     code = (
@@ -256,6 +260,7 @@ def test_gated_model_error_has_a_remedy(tmp_path: Path, loopback: LoopbackHub) -
     assert CANARY not in str(refused)
 
 
+@pytest.mark.full
 def test_unreachable_hub_fails_within_seconds(tmp_path: Path) -> None:
     started = time.monotonic()
     refused = rejection(tmp_path, {"HF_ENDPOINT": "http://127.0.0.1:9", "NO_PROXY": "*"})
@@ -268,18 +273,21 @@ def test_unreachable_hub_fails_within_seconds(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arm",
     [
-        lambda hub: hub.fail(503, times=2),
-        lambda hub: hub.fail(503, times=2, path="/resolve/"),
-        lambda hub: hub.fail(500, times=2, path="/cdn/"),
-        lambda hub: hub.fail(429, times=1, retry_after_s=1),
-        lambda hub: hub.drop(times=2),
-        lambda hub: hub.drop(times=1, path="/resolve/"),
-        lambda hub: hub.drop(times=1, path="/cdn/"),
-        lambda hub: hub.truncate("/cdn/", after_bytes=1000, times=1),
-        lambda hub: hub.corrupt("/cdn/", times=1),
-        lambda hub: hub.corrupt("/resolve/main/config.json", times=1, offset_bytes=0),
+        pytest.param(lambda hub: hub.fail(503, times=2), id="503"),
+        pytest.param(lambda hub: hub.fail(503, times=2, path="/resolve/"), id="503 file", marks=pytest.mark.full),
+        pytest.param(lambda hub: hub.fail(500, times=2, path="/cdn/"), id="500 cdn", marks=pytest.mark.full),
+        pytest.param(lambda hub: hub.fail(429, times=1, retry_after_s=1), id="429", marks=pytest.mark.full),
+        pytest.param(lambda hub: hub.drop(times=2), id="drop", marks=pytest.mark.full),
+        pytest.param(lambda hub: hub.drop(times=1, path="/resolve/"), id="drop file", marks=pytest.mark.full),
+        pytest.param(lambda hub: hub.drop(times=1, path="/cdn/"), id="drop cdn"),
+        pytest.param(lambda hub: hub.truncate("/cdn/", after_bytes=1000, times=1), id="truncated"),
+        pytest.param(lambda hub: hub.corrupt("/cdn/", times=1), id="corrupt"),
+        pytest.param(
+            lambda hub: hub.corrupt("/resolve/main/config.json", times=1, offset_bytes=0),
+            id="corrupt small",
+            marks=pytest.mark.full,
+        ),
     ],
-    ids=["503", "503 file", "500 cdn", "429", "drop", "drop file", "drop cdn", "truncated", "corrupt", "corrupt small"],
 )
 def test_transient_faults_are_retried(
     tmp_path: Path, loopback: LoopbackHub, arm: Callable[[LoopbackHub], None]

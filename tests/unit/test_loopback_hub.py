@@ -221,6 +221,7 @@ def test_new_commit_moves_main_and_keeps_the_old_one(hub: LoopbackHub, tmp_path:
 DOWNLOAD = f"Path(hf_hub_download({REPO!r}, 'model.safetensors')).read_bytes() == bytes(range(256)) * 400"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("fault", "options", "expression", "expected"),
     [

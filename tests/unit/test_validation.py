@@ -144,9 +144,9 @@ def test_suggest_names_three_of_many_and_the_page_that_has_all() -> None:
 
 
 def test_suggest_is_quick_on_a_name_of_megabytes() -> None:
-    started = time.process_time()
+    started = time.thread_time()
     assert suggest("temperature" * 1_000_000, ["temperature"]).startswith("; known are")
-    assert time.process_time() - started < 2
+    assert time.thread_time() - started < 2
 
 
 @pytest.mark.parametrize(
