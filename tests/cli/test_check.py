@@ -14,7 +14,7 @@ import transformers
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 
-from hf_triton.cli import cli
+from hf_triton.cli import cli, main
 from hf_triton.cli.folders import folder_defect
 from hf_triton.cli.own_code import own_class
 from hf_triton.cli.tensors import check_tensors
@@ -606,12 +606,13 @@ def test_an_adapter_on_disk_is_found(folder: Path, checkpoint: Path) -> None:
     assert "cannot be read" in sentence
 
 
-def test_wrong_use_and_the_command_itself(folder: Path) -> None:
+def test_wrong_use_and_the_command_itself(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("check", "nowhere").exit_code == 2
     assert run("check").exit_code == 2
     assert run("export", "vllm", "nowhere").exit_code == 2
-    done = hf_triton("export", "vllm", str(checkpoint_of(folder)))
-    assert (done.returncode, "hf-triton new NAME" in done.stderr) == (2, True)
+    with pytest.raises(SystemExit) as ended:
+        main(["export", "vllm", str(checkpoint_of(folder))])
+    assert (ended.value.code, "hf-triton new NAME" in capsys.readouterr().err) == (2, True)
     done = hf_triton("check", str(folder))
     assert done.returncode == 0, done.stderr
     assert "chat template\tok" in done.stdout

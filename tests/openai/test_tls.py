@@ -31,6 +31,8 @@ from tests.support.commands import hf_triton
 from tests.support.gateway import GatewayThread, add_demo, wait_until
 from tests.support.serving import PORTS, Serving, port_options, running
 
+pytestmark = pytest.mark.full
+
 ADMIN_KEY = "c2VjcmV0LW9mLXRoZS1hZG1pbg=="
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "temperature": 0}
 
@@ -111,7 +113,6 @@ def server_flags(folder: Path, name: str, *, is_mutual: bool = False) -> dict[st
 # --- to Triton -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.full
 def test_commands_speak_tls(fleet: Fleet) -> None:
     options = fleet.options(triton_headers_file=fleet.folder / "headers")
     done = hf_triton("generate", "-m", "demo", "Hello", *options)

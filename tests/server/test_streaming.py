@@ -37,7 +37,8 @@ class TritonPythonModel(hf_triton.TritonPythonModel):
             raise RuntimeError("in the middle")
         return False
 """
-FOLDERS = ("deltas", "always", "two_rows", "failing", "bytes")
+FOLDERS = ("deltas", "two_rows", "bytes")
+ON_DEMAND = ("always", "failing")
 ROUND = "🙂你é x"
 """What `bytes` writes behind `x`, round and round, a token for each byte."""
 ROUND_TOKENS = 10
@@ -54,7 +55,7 @@ def server(
     root = tmp_path_factory.mktemp("repository")
     plain = build_tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"), "llama", eos_token_id=None)
     known = build_chain(tmp_path_factory.mktemp("bytes"), ROUND)
-    for name in FOLDERS:
+    for name in (*FOLDERS, *ON_DEMAND):
         folder = make_folder(
             root,
             name,
@@ -69,7 +70,7 @@ def server(
         if name == "failing":
             (folder / "1" / "model.py").write_text(FAILING_MODEL)
     standard.serve("plain", "typed_stream")
-    with standard.beside(root) as running:
+    with standard.beside(root, ON_DEMAND) as running:
         for name in FOLDERS:
             assert running.is_model_ready(name), running.log_tail()
         yield running
@@ -256,7 +257,9 @@ def test_without_a_word_the_answer_is_one(server: TritonServer, fields: dict[str
         assert stream.is_silent()
 
 
-def test_the_folder_may_stream_by_default(server: TritonServer) -> None:
+@pytest.mark.full
+def test_the_folder_may_stream_by_default(server: TritonServer, standard: StandardServer) -> None:
+    standard.serve("always")
     whole = write(server, "deltas", PROMPT)
     found = generate_stream(server, "always", PROMPT)
     assert len(found.events) > 1
@@ -376,7 +379,9 @@ def test_best_of_is_answered_at_once(server: TritonServer) -> None:
     assert generate(server, "deltas", PROMPT, **fields).status == 200
 
 
-def test_a_failure_in_the_middle_is_the_last_event(server: TritonServer) -> None:
+@pytest.mark.full
+def test_a_failure_in_the_middle_is_the_last_event(server: TritonServer, standard: StandardServer) -> None:
+    standard.serve("failing")
     with ThreadPoolExecutor(2) as pool:
         beside = pool.submit(streamed, server, "bytes", "x")
         found = generate_stream(server, "failing", "x", stream=True)
@@ -389,7 +394,9 @@ def test_a_failure_in_the_middle_is_the_last_event(server: TritonServer) -> None
     assert "in the middle" not in last["error"]
 
 
-def test_failing_request_does_not_end_its_grpc_stream(server: TritonServer) -> None:
+@pytest.mark.full
+def test_failing_request_does_not_end_its_grpc_stream(server: TritonServer, standard: StandardServer) -> None:
+    standard.serve("failing")
     with GrpcStream(server, wants_empty_final=True) as stream:
         stream.ask("failing", "x", request_id="bad")
         texts = []

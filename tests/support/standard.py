@@ -2,7 +2,7 @@
 """The standard model repository: the folders of the server tests that need nothing special, loaded on demand."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,13 +60,18 @@ class StandardServer:
         return self.server
 
     @contextmanager
-    def beside(self, repository: Path) -> Iterator[TritonServer]:
-        """Serve a module's own folders beside the standard ones; one that cannot be loaded says so in the index."""
+    def beside(self, repository: Path, on_demand: Collection[str] = ()) -> Iterator[TritonServer]:
+        """Serve a module's own folders beside the standard ones; one that cannot be loaded says so in the index.
+
+        Args:
+            repository: Has them.
+            on_demand: Those that `serve` loads.
+        """
         folders = [self.server.model_repository / folder.name for folder in repository.iterdir()]
         for folder in folders:
             shutil.copytree(repository / folder.name, folder)
         try:
-            self._load(*(folder.name for folder in folders))
+            self._load(*(folder.name for folder in folders if folder.name not in on_demand))
             yield self.server
         finally:
             for folder in folders:

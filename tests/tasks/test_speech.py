@@ -20,6 +20,7 @@ from tests.support.speech import RATE, WINDOW_S, Asked, Served, encode, save_whi
 
 SHORT = [sound(seconds, seed) for seed, seconds in enumerate((0.5, 1.3, 2.9, 3.0))]
 LONG = [sound(7.9, 5), sound(3.1, 6), sound(13.0, 7)]
+SOUNDS = [*SHORT, LONG[1], *(pytest.param(samples, marks=pytest.mark.full) for samples in (LONG[0], LONG[2]))]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,7 @@ def test_a_folder_of_whisper_has_the_task(served: Served) -> None:
     assert served.service.info.task == "automatic-speech-recognition"
 
 
-@pytest.mark.parametrize("samples", [*SHORT, *LONG], ids=lambda samples: f"{len(samples) / RATE:g} s")
+@pytest.mark.parametrize("samples", SOUNDS, ids=lambda samples: f"{len(samples) / RATE:g} s")
 @pytest.mark.parametrize(
     "parameters",
     [
@@ -61,7 +62,7 @@ def test_texts_are_those_of_transformers(served: Served, samples: Any, parameter
     assert outputs["language"][0].decode() == parameters.get("language", "en")
 
 
-@pytest.mark.parametrize("samples", [*SHORT, *LONG], ids=lambda samples: f"{len(samples) / RATE:g} s")
+@pytest.mark.parametrize("samples", SOUNDS, ids=lambda samples: f"{len(samples) / RATE:g} s")
 def test_timestamps_are_those_of_transformers(served: Served, samples: Any) -> None:
     expected = served.reference(samples, task="transcribe", language="en", return_timestamps=True)
     [found] = served.json(encode(samples, subtype="FLOAT"), language="english", return_timestamps=True)
@@ -74,7 +75,7 @@ def test_timestamps_are_those_of_transformers(served: Served, samples: Any) -> N
 
 
 @pytest.mark.filterwarnings("ignore:std")  # of one token, in transformers' timestamps of words
-@pytest.mark.parametrize("samples", [*SHORT, *LONG], ids=lambda samples: f"{len(samples) / RATE:g} s")
+@pytest.mark.parametrize("samples", SOUNDS, ids=lambda samples: f"{len(samples) / RATE:g} s")
 def test_words_are_those_of_the_pipeline(served: Served, samples: Any) -> None:
     from transformers import pipeline
 

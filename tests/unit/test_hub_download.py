@@ -105,6 +105,7 @@ def test_retries_are_logged(tmp_path: Path, loopback: LoopbackHub, caplog: pytes
     assert "503" in caplog.text
 
 
+@pytest.mark.full
 def test_stalled_download_fails_and_leaves_no_partial_file(tmp_path: Path, loopback: LoopbackHub) -> None:
     loopback.slow("cdn", bytes_per_s=100)
     hub = build_hub(tmp_path, loopback.environment(), download_stall_timeout_s=4)
