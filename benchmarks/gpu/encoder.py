@@ -19,7 +19,8 @@ import torch
 from figures import Figures, read_options, wall_s
 from models import build_encoder_model
 
-from hf_triton.encoder.engine import build_encoder
+from hf_triton.encoder.engine import EncoderEngine
+from hf_triton.encoder.forward import build_forward
 from hf_triton.encoder.types import EncoderInput
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -67,7 +68,7 @@ def main() -> None:
         with figures.attempt(**names):
             model = build_encoder_model(device, dtype, is_small=options.small)
             seconds = [wall_s(lambda model=model: padded(model, inputs), device) for _ in range(1 + rounds)]  # type: ignore[misc]
-            engine = build_encoder(model, ("last_hidden_state",), per_token=True, reduce=mean, keeps_dtype=True)
+            engine = EncoderEngine(build_forward(model, ("last_hidden_state",), per_token=True, reduce=mean))
             try:
                 vectors = np.stack(engine.run(inputs))
                 own_s = [wall_s(lambda engine=engine: engine.run(inputs), device) for _ in range(rounds)]  # type: ignore[misc]

@@ -10,22 +10,19 @@ import logging
 import queue
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from hf_triton.encoder.forward import EncoderForward, Reduce, build_forward
+from hf_triton.encoder.forward import EncoderForward
 from hf_triton.encoder.probe import Way
-from hf_triton.encoder.stacked import Compute, StackedForward
+from hf_triton.encoder.stacked import StackedForward
 from hf_triton.encoder.types import ArrayInput, EncoderGroup, EncoderInput, EncoderListener, Job, Outputs
-from hf_triton.engine.decoding import DecodingMode
 from hf_triton.engine.types import EngineLoad
 from hf_triton.engine.worker import Worker
 from hf_triton.errors import GenerationError, HfTritonError
-from hf_triton.runner.cpu import accelerate_encoder
-from hf_triton.runner.dtypes import serving_dtype
 from hf_triton.runner.faults import error_outcome, is_fatal, is_memory, kind
 
 logger = logging.getLogger(__name__)
@@ -37,93 +34,6 @@ MAX_BATCH_TOKENS: Final = {"cpu": 1024, "cuda": 16384}
 CPU computes 4096 at a time only two percent faster."""
 MIN_BATCH_TOKENS: Final = 512
 """What is tried however often the memory had no room for more; a sixteenth is added after every forward."""
-
-
-def build_encoder(
-    model: Any,
-    outputs: tuple[str, ...],
-    *,
-    per_token: bool,
-    reduce: Reduce | None = None,
-    merge: Reduce | None = None,
-    takes_adapters: bool = False,
-    max_batch_tokens: int | None = None,
-    pack_weights: Literal["auto"] | bool = "auto",
-    keeps_dtype: bool = False,
-    way: Way | None = None,
-    decoding: DecodingMode = "auto",
-    on_fatal: Callable[[], None] = lambda: None,
-) -> EncoderEngine:
-    """Probe a model and start its engine.
-
-    Args:
-        model: A transformers model in eval mode, on its device.
-        outputs: Names of the model's outputs, as `("start_logits", "end_logits")`.
-        per_token: Whether an output has a row for each token.
-        reduce: Applied on the device to each sequence's outputs in float32, for pooling.
-        merge: See `build_forward`.
-        takes_adapters: Whether LoRA adapters may be loaded, into the engine's `adapters`.
-        max_batch_tokens: The most tokens of a forward, but for a longer sequence alone; None: the device's default.
-        pack_weights: On a CPU, which linear layers get the layout that oneDNN computes with, in half the time; `auto`
-            packs those that are faster so, by timing each shape.
-        keeps_dtype: Whether a model of 16 bits keeps them on a CPU without instructions for them; if not, it becomes
-            float32, which is several times faster there.
-        way: How sequences share a forward, see `build_forward`.
-        decoding: Whether a GPU's small rows are captured, see `build_forward`.
-        on_fatal: Called once, in the engine's thread, after the device was lost and every group answered.
-    """
-    if not keeps_dtype:
-        _leave_slow_dtype(model)
-    forward = build_forward(
-        model,
-        outputs,
-        per_token=per_token,
-        reduce=reduce,
-        merge=merge,
-        takes_adapters=takes_adapters,
-        pack_weights=pack_weights,
-        way=way,
-        decoding=decoding,
-    )
-    return EncoderEngine(forward, max_batch_tokens=max_batch_tokens, on_fatal=on_fatal)
-
-
-def build_stacked_encoder(
-    model: Any,
-    compute: Compute,
-    examples: list[ArrayInput],
-    *,
-    max_batch_tokens: int | None = None,
-    pack_weights: Literal["auto"] | bool = "auto",
-    keeps_dtype: bool = False,
-    on_fatal: Callable[[], None] = lambda: None,
-) -> EncoderEngine:
-    """Start the engine of a model that computes arrays.
-
-    Args:
-        model: A transformers model in eval mode, on its device.
-        compute: See `StackedForward`.
-        examples: Inputs by which the layers are timed.
-        max_batch_tokens: This and the others as in `build_encoder`.
-        pack_weights: On a CPU, which linear layers get the layout that oneDNN computes with.
-        keeps_dtype: Whether a model of 16 bits keeps them on a CPU without instructions for them.
-        on_fatal: Called once, after the device was lost and every group answered.
-    """
-    if not keeps_dtype:
-        _leave_slow_dtype(model)
-    forward = StackedForward(model, compute)
-    accelerate_encoder(
-        model, lambda: torch.cat([each.flatten() for each in forward(examples)]), pack_weights=pack_weights
-    )
-    return EncoderEngine(forward, max_batch_tokens=max_batch_tokens, on_fatal=on_fatal)
-
-
-def _leave_slow_dtype(model: Any) -> None:
-    """Make a model of 16 bits float32 on a CPU without instructions for them."""
-    dtype = serving_dtype(model.dtype, model.device)
-    if dtype != model.dtype and getattr(model, "hf_quantizer", None) is None:
-        logger.info("this processor has no instructions for %s: the model becomes %s", model.dtype, dtype)
-        model.to(dtype)
 
 
 class _Waiter(EncoderListener):
@@ -141,8 +51,8 @@ class EncoderEngine(Worker[EncoderGroup]):
 
     Args:
         forward: Computes the outputs of inputs.
-        max_batch_tokens: See `build_encoder`.
-        on_fatal: See `build_encoder`.
+        max_batch_tokens: The most tokens of a forward, but for a longer sequence alone; None: the device's default.
+        on_fatal: Called once, in the engine's thread, after the device was lost and every group answered.
     """
 
     def __init__(
@@ -200,7 +110,7 @@ class EncoderEngine(Worker[EncoderGroup]):
     def step(self) -> None:
         """Compute what waits, up to the most tokens of a forward."""
         groups = self.queue.take(self._batch_tokens, takes_any=True)
-        self._running = [job for group in groups for job in group.next_turn()]
+        self._running = [job for group in groups for job in group.turns.popleft()]
         self._run(self._running)
         self._running = []
         if any(group.is_finished and group.num_waiting for group in groups):

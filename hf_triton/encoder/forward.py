@@ -64,7 +64,8 @@ def build_forward(
         merge: Joins what `reduce` gives of two parts of a sequence's tokens: a row with too many numbers is then
             computed in parts.
         takes_adapters: Whether LoRA adapters may be loaded, into the forward's `adapters`.
-        pack_weights: On a CPU, which linear layers get oneDNN's layout, see `accelerate`; the model is changed.
+        pack_weights: On a CPU, which linear layers get the layout that oneDNN computes with, in half the time; `auto`
+            packs those that are faster so, by timing each shape. The model is changed.
         way: None: what a probe finds, and `padded` for a graph, which was measured so when it was made.
         decoding: Whether a GPU's small rows are captured as graphs; `cuda_graphs` requires it.
 
@@ -88,7 +89,7 @@ def build_forward(
     def build_base(way: Way) -> EncoderForward:
         return EncoderForward(model.base_model, ("last_hidden_state",), per_token=True, reduce=None, way=way)
 
-    way = way or probe_way(model, build, build_base, per_token=per_token)
+    way = way or probe_way(model, inputs, build, build_base)
     adapters = Adapters(model, outputs[0], mixes=way == "packed") if takes_adapters else None
     forward = EncoderForward(
         model, outputs, per_token=per_token, reduce=reduce, way=way, merge=merge, adapters=adapters
@@ -159,16 +160,15 @@ class EncoderForward:
         Several outputs are stacked on a new first axis. What `reduce` gives may have any shape.
         """
         order = sorted(range(len(inputs)), key=lambda index: len(inputs[index].ids))
-        results: list[torch.Tensor | None] = [None] * len(inputs)
+        results: dict[int, torch.Tensor] = {}
         for batch in self._split(inputs, order):
             members = [inputs[index] for index in batch]
             if self._base and self._merge and sum(map(_num_wanted, members)) > self._max_outputs:
                 results[batch[0]] = self._in_parts(self._base, *members)
                 continue
             outputs = self._packed(self._base, members) if self._base else self._padded(members)
-            for index, output in zip(batch, outputs, strict=True):
-                results[index] = self._finish(output)
-        return [result for result in results if result is not None]
+            results |= zip(batch, map(self._finish, outputs), strict=True)
+        return [results[index] for index in range(len(inputs))]
 
     @torch.inference_mode()
     def capture(self, inputs: list[EncoderInput]) -> str | None:

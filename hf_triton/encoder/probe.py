@@ -39,20 +39,19 @@ Forward = Callable[[list[EncoderInput]], list[torch.Tensor]]
 
 
 def probe_way(
-    model: Any, build: Callable[[Way], Forward], build_base: Callable[[Way], Forward], *, per_token: bool
+    model: Any, inputs: list[EncoderInput], build: Callable[[Way], Forward], build_base: Callable[[Way], Forward]
 ) -> Way:
     """How sequences share a forward with the outputs that each has alone; logs which way and why.
 
     Args:
         model: A transformers model in eval mode, on its device.
+        inputs: See `probe_inputs`.
         build: Builds a forward that goes one way.
         build_base: The same of the model without its head, which may hide what the layers get wrong.
-        per_token: Whether an output has a row for each token.
     """
     if shares_positions(model, MAX_CONTEXT):
         logger.info("every sequence runs alone: its positions would change with the longest one in its company")
         return "alone"
-    inputs = probe_inputs(model, per_token=per_token)
     tries: dict[Way, tuple[Callable[[Way], Forward], ...]] = {"packed": (build_base, build), "padded": (build,)}
     for way, builds in tries.items():
         failures = (_failure(each, way, inputs, model.dtype) for each in builds)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 import torch
@@ -12,9 +12,21 @@ import torch
 from hf_triton.encoder.probe import Way
 from hf_triton.encoder.types import ArrayInput
 from hf_triton.errors import HfTritonError
+from hf_triton.runner.cpu import accelerate_encoder
 from hf_triton.runner.transfer import array_to_device
 
 Compute = Callable[[dict[str, torch.Tensor]], torch.Tensor]
+
+
+def build_stacked_forward(
+    model: Any, compute: Compute, examples: list[ArrayInput], *, pack_weights: Literal["auto"] | bool = False
+) -> StackedForward:
+    """A forward whose linear layers are timed by examples; arguments as in `StackedForward` and `build_forward`."""
+    forward = StackedForward(model, compute)
+    accelerate_encoder(
+        model, lambda: torch.cat([each.flatten() for each in forward(examples)]), pack_weights=pack_weights
+    )
+    return forward
 
 
 class StackedForward:

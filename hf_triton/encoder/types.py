@@ -79,7 +79,9 @@ class EncoderGroup(Group[Outputs]):
     inputs: Sequence[EncoderInput | ArrayInput]
     listener: EncoderListener = field(default_factory=EncoderListener, kw_only=True)
 
-    _turns: deque[list[Job]] = field(default_factory=deque, init=False)  # taken, but not begun
+    turns: deque[list[Job]] = field(default_factory=deque, init=False)
+    """What was taken, but has not begun."""
+
     _outputs: dict[int, npt.NDArray[np.float32]] = field(default_factory=dict, init=False)
     _has_begun: bool = field(default=False, init=False)
 
@@ -100,12 +102,8 @@ class EncoderGroup(Group[Outputs]):
             self.num_waiting -= 1
             cost += num_tokens
         if turn:
-            self._turns.append(turn)
+            self.turns.append(turn)
         return cost
-
-    def next_turn(self) -> list[Job]:
-        """The inputs of the first turn that was taken and not asked for."""
-        return self._turns.popleft()
 
     def begin(self) -> None:
         """Note that a forward with some of its inputs begins."""

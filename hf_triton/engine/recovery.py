@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""After a failed step: sequences are computed again, fewer at a time, and only the one at fault is refused."""
+"""After a failed step of the continuous engine: fewer sequences at a time, and only the one at fault is refused."""
 
 from __future__ import annotations
 

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import logging
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 
 def has_instructions(dtype: torch.dtype) -> bool:
@@ -31,3 +34,11 @@ def serving_dtype(model_dtype: torch.dtype, device: torch.device) -> torch.dtype
 
     is_slow = device.type == "cpu" and model_dtype in (torch.float16, torch.bfloat16)
     return torch.float32 if is_slow and not has_instructions(model_dtype) else model_dtype
+
+
+def leave_slow_dtype(model: Any) -> None:
+    """Give a model the dtype that it is served in, unless it is quantised."""
+    dtype = serving_dtype(model.dtype, model.device)
+    if dtype != model.dtype and getattr(model, "hf_quantizer", None) is None:
+        logger.info("this processor has no instructions for %s: the model becomes %s", model.dtype, dtype)
+        model.to(dtype)

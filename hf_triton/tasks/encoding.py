@@ -295,30 +295,28 @@ def build_task_engine(
     takes_adapters: bool = False,
     on_fatal: Callable[[], None] = lambda: None,
 ) -> EncoderEngine:
-    """The engine for a task, running; `way` and `takes_adapters` as in `build_encoder`, the others as above."""
-    from hf_triton.encoder.engine import build_encoder, build_stacked_encoder
+    """The engine for a task, running; `way` and `takes_adapters` as in `build_forward`, the others as above."""
+    from hf_triton.encoder.engine import EncoderEngine
+    from hf_triton.encoder.forward import build_forward
+    from hf_triton.encoder.stacked import build_stacked_forward
+    from hf_triton.runner.dtypes import leave_slow_dtype
 
+    model = checkpoint.model
+    if settings.dtype == "auto":
+        leave_slow_dtype(model)
+    forward: Any
     if isinstance(task, ImageTask):
-        return build_stacked_encoder(
-            checkpoint.model,
-            task.compute,
-            task.examples(),
-            max_batch_tokens=settings.max_batch_tokens,
+        forward = build_stacked_forward(model, task.compute, task.examples(), pack_weights=settings.pack_weights)
+    else:
+        forward = build_forward(
+            model,
+            task.model_outputs,
+            per_token=task.per_token,
+            reduce=task.reduce,
+            merge=task.merge,
+            takes_adapters=takes_adapters,
             pack_weights=settings.pack_weights,
-            keeps_dtype=settings.dtype != "auto",
-            on_fatal=on_fatal,
+            way=way,
+            decoding=settings.decoding,
         )
-    return build_encoder(
-        checkpoint.model,
-        task.model_outputs,
-        per_token=task.per_token,
-        reduce=task.reduce,
-        merge=task.merge,
-        takes_adapters=takes_adapters,
-        max_batch_tokens=settings.max_batch_tokens,
-        pack_weights=settings.pack_weights,
-        keeps_dtype=settings.dtype != "auto",
-        way=way,
-        decoding=settings.decoding,
-        on_fatal=on_fatal,
-    )
+    return EncoderEngine(forward, max_batch_tokens=settings.max_batch_tokens, on_fatal=on_fatal)

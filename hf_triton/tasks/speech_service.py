@@ -231,13 +231,11 @@ def build_speech_service(
 ) -> SpeechService:
     """The service of a loaded checkpoint, its engine running. Arguments as `DeclaredTask.start` has them."""
     from hf_triton.engine.speech_engine import SpeechEngine
-    from hf_triton.runner.dtypes import serving_dtype
+    from hf_triton.runner.dtypes import leave_slow_dtype
 
     model = checkpoint.model
-    dtype = serving_dtype(model.dtype, model.device)
-    if dtype != model.dtype and settings.dtype == "auto" and getattr(model, "hf_quantizer", None) is None:
-        logger.info("this processor has no instructions for %s: the model becomes %s", model.dtype, dtype)
-        model.to(dtype)
+    if settings.dtype == "auto":
+        leave_slow_dtype(model)
     info = dataclasses.replace(
         model_info(checkpoint, settings, task=task.declaration.name, engine=settings.runtime),
         context_length=task.max_targets,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_triton.encoder.engine import build_encoder
+from hf_triton.encoder.engine import EncoderEngine
 from hf_triton.encoder.forward import EncoderForward, build_forward
 from hf_triton.encoder.probe import Way
 from hf_triton.encoder.types import EncoderInput
@@ -134,7 +134,9 @@ def test_heads_come_and_go_beside_others(tmp_path: Path) -> None:
 
 def test_adapters_are_loaded_while_an_engine_computes(tmp_path: Path) -> None:
     folder = save_lora(build_model("bert", "sequence"), tmp_path / "lora", 0, task_type="SEQ_CLS", **targets_of("bert"))
-    engine = build_encoder(build_model("bert", "sequence"), ("logits",), per_token=False, takes_adapters=True)
+    engine = EncoderEngine(
+        build_forward(build_model("bert", "sequence"), ("logits",), per_token=False, takes_adapters=True)
+    )
     inputs, ends = random_inputs(LENGTHS), threading.Event()
 
     def compute() -> list[Any]:
@@ -163,7 +165,8 @@ def test_adapters_are_loaded_while_an_engine_computes(tmp_path: Path) -> None:
 def test_an_engine_mixes_adapters_with_packed_weights(tmp_path: Path) -> None:
     folders = [save_lora(build_model("bert", "embeddings"), tmp_path / "lora", 0, target_modules=["query", "dense"])]
     model = build_model("bert", "embeddings")
-    engine = build_encoder(model, ("last_hidden_state",), per_token=True, pack_weights=True, takes_adapters=True)
+    forward = build_forward(model, ("last_hidden_state",), per_token=True, pack_weights=True, takes_adapters=True)
+    engine = EncoderEngine(forward)
     try:
         assert engine.adapters is not None
         adapter = engine.adapters.load(folders[0])

@@ -4,7 +4,6 @@
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -12,12 +11,10 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from hf_triton.encoder.engine import build_encoder
 from hf_triton.encoder.types import EncoderInput
 from hf_triton.engine.types import EngineLoad
 from hf_triton.errors import HfTritonError
-from hf_triton.runner.dtypes import serving_dtype
-from tests.support.encoders import Answer, ObservedForward, StartEncoder, build_model, random_inputs
+from tests.support.encoders import Answer, ObservedForward, StartEncoder, random_inputs
 
 BAD = 99
 """Inputs with this token fail."""
@@ -208,15 +205,6 @@ def test_a_lost_device_answers_all_and_is_told(forward: ObservedForward, start: 
     assert answer.wait().code == "engine_failed"
     assert told.wait(60)
     assert not engine.is_healthy()
-
-
-def test_16_bits_become_float32_where_they_are_slow() -> None:
-    model = build_model("bert", "embeddings").to(torch.float16)
-    with closing(build_encoder(model, ("last_hidden_state",), per_token=True, pack_weights=False)) as engine:
-        answer = Answer(good_inputs([5, 9]))
-        engine.submit([answer.group])
-        assert [output.shape for output in answer.wait()] == [(5, 32), (9, 32)]
-    assert model.dtype == serving_dtype(torch.float16, torch.device("cpu"))
 
 
 def test_thousands_of_requests_lose_nothing(forward: ObservedForward, start: StartEncoder) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hf_triton.encoder import packed_base
-from hf_triton.encoder.engine import build_encoder
+from hf_triton.encoder.engine import EncoderEngine
 from hf_triton.encoder.forward import EncoderForward, build_forward
 from hf_triton.encoder.types import EncoderInput
 from hf_triton.errors import CheckpointError
@@ -125,9 +125,8 @@ def test_wanted_tokens_of_a_masked_language_model() -> None:
 def test_answers_of_an_engine_do_not_depend_on_the_company(replays: Replays) -> None:
     model, rng = build_model("modernbert", "embeddings"), random.Random(1)
     inputs = random_inputs([rng.randrange(3, 60) for _ in range(40)])
-    engine = build_encoder(
-        copy.deepcopy(model).to("cuda"), ("last_hidden_state",), per_token=True, max_batch_tokens=100
-    )
+    forward = build_forward(copy.deepcopy(model).to("cuda"), ("last_hidden_state",), per_token=True)
+    engine = EncoderEngine(forward, max_batch_tokens=100)
     try:
         together = engine.run(inputs)
         for each, output in zip(inputs, together, strict=True):

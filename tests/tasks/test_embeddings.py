@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from hf_triton.encoder.forward import EncoderForward
 from hf_triton.errors import HfTritonError, LoadError, RequestError
@@ -21,6 +22,7 @@ from hf_triton.protocol.task_requests import encode_results
 from hf_triton.protocol.tensors import Array, encode_strings
 from hf_triton.settings import ModelSettings
 from hf_triton.tasks.embeddings import Embeddings
+from hf_triton.tasks.encoding import build_task_engine
 from hf_triton.tasks.feature_extraction import FeatureExtraction
 from tests.support.sentence_checkpoints import (
     TEXTS,
@@ -372,3 +374,19 @@ def _num_tokens(task: Embeddings, text: str, truncate: bool) -> object:
         return len(task.tokenize(text, truncate=truncate).ids)
     except RequestError as error:
         return error.code
+
+
+# --- dtypes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("setting", "expected"), [("auto", torch.float32), ("float16", torch.float16)])
+def test_16_bits_that_are_slow_become_float32_unless_they_are_asked_for(
+    setting: str, expected: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_triton.runner.dtypes.has_instructions", lambda dtype: False)
+    folder = save_sentence_model(tmp_path / "model")
+    settings = ModelSettings(huggingface_model=str(folder), dtype=setting)
+    checkpoint = load_checkpoint(Hub(folder, settings, {}), settings, Placement("CPU", 0), Embeddings.auto_class)
+    checkpoint.model.to(torch.float16)
+    build_task_engine(Embeddings(checkpoint, settings), checkpoint, settings).close()
+    assert checkpoint.model.dtype == expected
