@@ -47,12 +47,11 @@ def test_a_terminal_talks_and_the_end_stops_the_server(end: str) -> None:
 
 
 @pytest.mark.full
-def test_one_sigterm_ends_the_server_too() -> None:
+def test_sigterm_ends_the_server_too() -> None:
     with Terminal("run") as terminal:
         terminal.wait_for(">>> ")
         family = descendants(terminal.process.pid)
-        terminal.process.terminate()
-        assert terminal.wait() == 143
+        assert terminal.terminate() == 143
     wait_until_gone(family)
 
 

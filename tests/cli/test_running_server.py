@@ -199,8 +199,7 @@ def test_sigterm_ends_a_chat_at_once(server: TritonServer, is_answering: bool) -
         if is_answering:
             terminal.type("Hello\n")
             wait_until(lambda: num_running(server) > 0)
-        terminal.process.terminate()
-        assert terminal.wait() == 143
+        assert terminal.terminate() == 143
     wait_until(lambda: num_running(server) == 0)
     assert "Traceback" not in terminal.output
     assert "exception" not in terminal.output

@@ -7,6 +7,7 @@ import pty
 import select
 import subprocess
 import time
+from collections.abc import Callable
 
 from tests.support.serving import COMMAND
 
@@ -77,8 +78,15 @@ class Terminal:
 
     def interrupt(self) -> int:
         """Ctrl+C until the end, see `wait_for`; returns the exit code."""
+        return self._end(lambda: self.type("\x03"))
+
+    def terminate(self) -> int:
+        """SIGTERM until the end, which readline may miss as it does a Ctrl+C; returns the exit code."""
+        return self._end(self.process.terminate)
+
+    def _end(self, ask: Callable[[], None]) -> int:
         while self.process.poll() is None:
-            self.type("\x03")
+            ask()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(15)
         return self.wait()
