@@ -14,24 +14,25 @@ import sys
 import tempfile
 from concurrent.futures import Future
 from contextlib import closing
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from figures import Figures, read_options
 from loads import Listener
-from transformers import AutoModelForCausalLM
 
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.sequence import Outcome, SequenceGroup
 from hf_triton.runner.cuda import fuse
 from hf_triton.runner.way_probe import probe_ways
 from hf_triton.sampling.params import SamplingParams
-from hf_triton.testing import build_tiny_checkpoint
-from hf_triton.testing.checkpoints import VOCAB_SIZE
+from tests.support.architectures import load
 
 FAMILIES = ("llama", "falcon", "qwen3", "gemma3", "gpt-oss", "mixtral", "deepseek-v3", "qwen3-next")
 SMALL = ("llama", "falcon")
 NUM_PROMPTS, MAX_TOKENS = 24, 40
+VOCAB_SIZE = 300
+"""The smallest of theirs."""
 MODES: tuple[Literal["eager", "auto"], ...] = ("eager", "auto")
 
 Item = tuple[list[int], int]
@@ -40,9 +41,8 @@ Item = tuple[list[int], int]
 
 def build(family: str, dtype: torch.dtype, device: torch.device) -> Any:
     with tempfile.TemporaryDirectory() as folder:
-        checkpoint = build_tiny_checkpoint(f"{folder}/checkpoint", family, eos_token_id=None)
-        model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype)
-    return model.to(device).eval()
+        model = load(family, Path(folder))
+    return model.to(device, dtype)
 
 
 def items(count: int) -> list[Item]:

@@ -40,18 +40,18 @@ part() { # stage, seconds, script, its arguments
 if command -v nvidia-smi; then nvidia-smi; fi
 part machine 20 figures
 part attention 80 attention
-part sampling 25 sampling
-part equality 50 equality
+part sampling 60 sampling
+part equality 90 equality
 if [ -z "$SMALL" ]; then
   # Without the options of pyproject.toml, which ask for plugins.
-  stage tests 50 "$PYTHON" -m pytest -c /dev/null --rootdir . --import-mode importlib -q -p no:cacheprovider tests/gpu
-  part qwen 55 engine qwen3-0.6b
+  stage tests 150 "$PYTHON" -m pytest -c /dev/null --rootdir . --import-mode importlib -q -p no:cacheprovider tests/gpu
+  part qwen 90 engine qwen3-0.6b
   part llama 150 engine llama-3-8b
   part falcon 140 engine falcon-7b
 else
   part llama 60 engine tiny
 fi
-part encoder 20 encoder
-part peers 50 peers "$([ -n "$SMALL" ] && echo tiny || echo llama-3-8b)"
+part encoder 60 encoder
+part peers 120 peers "$([ -n "$SMALL" ] && echo tiny || echo llama-3-8b)"
 "$PYTHON" benchmarks/gpu/tables.py "$OUT/figures.jsonl"
 exit $FAILED

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """These tests run on CUDA devices, or on two simulated ones."""
 
+import contextlib
 from collections.abc import Iterator
 
 import pytest
@@ -8,6 +9,9 @@ import pytest
 from hf_triton.runner.cuda.graphs import StepGraph, StepGraphs
 from hf_triton.runner.device_step import StepSize
 from tests.support.simulated_gpu import HAS_GPU, Device, simulated_gpus
+
+with contextlib.suppress(ImportError):
+    import bitsandbytes  # noqa: F401  # peft imports it, and it looks at the GPU, which is simulated later
 
 
 class Replays:

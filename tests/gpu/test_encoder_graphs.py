@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import bitsandbytes  # noqa: F401  # which peft imports, and which looks at the GPU that is simulated later
 import numpy as np
 import pytest
 import torch

@@ -9,7 +9,6 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-import bitsandbytes  # noqa: F401  # which peft imports, and which looks at the GPU that is simulated later
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
