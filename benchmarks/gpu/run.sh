@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Measures everything on one GPU in about eight minutes, and prints the tables: OUT=folder benchmarks/gpu/run.sh
+# Measures everything on one GPU in at most fourteen minutes, and prints the tables: OUT=folder benchmarks/gpu/run.sh
 #
 #   run.sh attention falcon    those stages alone; falcon, Falcon-7B in the engine, runs by its name only
 #   run.sh --small             all of it on little, on a CPU

@@ -36,7 +36,9 @@ from hf_triton.tasks.request import InferenceRequest
 
 if TYPE_CHECKING:
     from hf_triton.encoder.engine import EncoderEngine
+    from hf_triton.encoder.forward import EncoderForward
     from hf_triton.encoder.probe import Way
+    from hf_triton.encoder.stacked import StackedForward
     from hf_triton.hub.checkpoint import Checkpoint
     from hf_triton.hub.resolve import Hub
     from hf_triton.runner.adapters import Adapter
@@ -304,7 +306,7 @@ def build_task_engine(
     model = checkpoint.model
     if settings.dtype == "auto":
         leave_slow_dtype(model)
-    forward: Any
+    forward: EncoderForward | StackedForward
     if isinstance(task, ImageTask):
         forward = build_stacked_forward(model, task.compute, task.examples(), pack_weights=settings.pack_weights)
     else:
