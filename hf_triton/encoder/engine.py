@@ -67,6 +67,7 @@ class EncoderEngine(Worker[EncoderGroup]):
         self._max_batch_tokens = default if max_batch_tokens is None else max_batch_tokens
         self._batch_tokens = self._max_batch_tokens
         """The same, but for what the memory had no room for lately."""
+        self.slower = list(forward.slower)
         self.way: Way = forward.way
         """How sequences share a forward."""
         self.adapters = forward.adapters

@@ -24,7 +24,6 @@ from hf_triton.runner.cpu import accelerate_encoder
 from hf_triton.runner.cuda import fuse
 from hf_triton.runner.faults import described
 from hf_triton.runner.graph import GraphModel
-from hf_triton.runner.numerics import agree
 from hf_triton.runner.positions import max_positions, shares_positions
 
 Reduce = Callable[..., torch.Tensor]
@@ -89,14 +88,15 @@ def build_forward(
     def build_base(way: Way) -> EncoderForward:
         return EncoderForward(model.base_model, ("last_hidden_state",), per_token=True, reduce=None, way=way)
 
-    way = way or probe_way(model, inputs, build, build_base)
+    slower: list[str] = []
+    way = way or probe_way(model, inputs, build, build_base, slower)
     adapters = Adapters(model, outputs[0], mixes=way == "packed") if takes_adapters else None
     forward = EncoderForward(
         model, outputs, per_token=per_token, reduce=reduce, way=way, merge=merge, adapters=adapters
     )
     if way == "packed" and forward.device.type == "cuda":
         forward(inputs * (1 + WARM_UP_TOKENS // sum(len(each.ids) for each in inputs)))
-    capture_forwards(decoding, forward.device, lambda: forward.capture(inputs))
+    forward.slower = slower + capture_forwards(decoding, forward.device, lambda: forward.capture(inputs))
     return forward
 
 
@@ -134,6 +134,8 @@ class EncoderForward:
         self._merge = merge
         self.adapters = adapters
         self.way: Way = way
+        self.slower: list[str] = []
+        """See `Worker`."""
         self.device: torch.device = model.get_input_embeddings().weight.device
         self._takes_types = "token_type_ids" in inspect.signature(model.forward).parameters
         _make_no_cache(model)
@@ -185,21 +187,16 @@ class EncoderForward:
         if len({parameter.device for parameter in self._model.parameters()}) > 1:
             return "the model is on several devices"
         trial = inputs, [replace(inputs[0], type_ids=None)]
-        expected = [self._flat(each) for each in trial]
         try:
             self._base.capture(self.device)
-            found = [self._flat(each) for each in trial]
+            rows = [pack_row(each, self._base.position_ids, self.device) for each in trial]
+            if all(map(self._base.replays_right, rows)):
+                return None
+            reason = "captured outputs differ from eager ones of the same numbers"
         except Exception as error:  # a model may do anything in its forward
-            self._base.drop_graphs()
-            return described(error)
-        if all(agree(*pair, self._model.dtype) for pair in zip(expected, found, strict=True)):
-            return None
+            reason = described(error)
         self._base.drop_graphs()
-        return "captured outputs differ from eager ones"
-
-    def _flat(self, inputs: list[EncoderInput]) -> torch.Tensor:
-        """All numbers of the outputs, on the host."""
-        return torch.cat([output.flatten() for output in self(inputs)]).cpu()
+        return reason
 
     def input_error(self, each: EncoderInput) -> HfTritonError | None:
         """The error of a sequence that the model has no embeddings for, which would end a GPU's process."""

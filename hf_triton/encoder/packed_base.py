@@ -25,7 +25,7 @@ from hf_triton.runner.packed_row import PackedRow
 from hf_triton.runner.step_tensors import StepTensors
 
 if TYPE_CHECKING:
-    from hf_triton.runner.cuda.graphs import StepGraphs
+    from hf_triton.runner.cuda.graphs import StepGraph, StepGraphs
 
 OWN: Final = frozenset({"input_ids", "attention_mask", "token_type_ids", "position_ids", *CACHE_NAMES})
 """Arguments of the base that the row has its own values for."""
@@ -144,6 +144,11 @@ class PackedBase:
         """Compute all rows eagerly."""
         self._graphs = None
 
+    def replays_right(self, row: EncoderRow) -> bool:
+        """Whether a small row's replay gives what an eager forward of the same numbers gives."""
+        graph = self._load(row)
+        return graph is None or (self._graphs is not None and self._graphs.replays_right(graph))
+
     @torch.inference_mode()
     def _forward_on_device(self, numbers: DeviceStep) -> torch.Tensor:
         """The states `[tokens, size]` of a row of which the host knows the size alone."""
@@ -157,19 +162,25 @@ class PackedBase:
 
     def _replay(self, row: EncoderRow) -> Any:
         """The same outputs by a graph; None: it has none for the row."""
+        graph = self._load(row)
+        if graph is None or self._graphs is None:
+            return None
+        graph.graph.replay()
+        row.packed.num_attention_calls += 1
+        return self._output_class(last_hidden_state=self._graphs.outputs[None, : row.packed.step.num_tokens].clone())
+
+    def _load(self, row: EncoderRow) -> StepGraph | None:
+        """The graph of a row, which has its numbers; None: there is none."""
         type_ids = row.type_ids if self._takes_types else None
         if self._graphs is None or row.has_adapters or (type_ids is not None and not self._has_types):
             return None
         step = row.packed.step
         graph = self._graphs.find(step.num_tokens, len(step.ranges), 0, 0)
-        if graph is None:
-            return None
-        self._graphs.load(step.numbers(graph.size))
-        if type_ids is not None:
-            graph.step.rows[: step.num_tokens].copy_(type_ids[0])
-        graph.graph.replay()
-        row.packed.num_attention_calls += 1
-        return self._output_class(last_hidden_state=self._graphs.outputs[None, : step.num_tokens].clone())
+        if graph is not None:
+            self._graphs.load(step.numbers(graph.size))
+            if type_ids is not None:
+                graph.step.rows[: step.num_tokens].copy_(type_ids[0])
+        return graph
 
 
 def position_rule(base: Any) -> PositionIds | None:

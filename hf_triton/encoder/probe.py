@@ -12,8 +12,8 @@ import torch
 
 from hf_triton.encoder.types import EncoderInput
 from hf_triton.runner.faults import described
-from hf_triton.runner.numerics import HALF_TOLERANCE
 from hf_triton.runner.positions import max_positions, shares_positions
+from hf_triton.runner.trial import Trial
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,11 @@ Forward = Callable[[list[EncoderInput]], list[torch.Tensor]]
 
 
 def probe_way(
-    model: Any, inputs: list[EncoderInput], build: Callable[[Way], Forward], build_base: Callable[[Way], Forward]
+    model: Any,
+    inputs: list[EncoderInput],
+    build: Callable[[Way], Forward],
+    build_base: Callable[[Way], Forward],
+    slower: list[str],
 ) -> Way:
     """How sequences share a forward with the outputs that each has alone; logs which way and why.
 
@@ -48,18 +52,22 @@ def probe_way(
         inputs: See `probe_inputs`.
         build: Builds a forward that goes one way.
         build_base: The same of the model without its head, which may hide what the layers get wrong.
+        slower: Why sequences do not share a row is added here, see `Worker.slower`.
     """
     if shares_positions(model, MAX_CONTEXT):
-        logger.info("every sequence runs alone: its positions would change with the longest one in its company")
+        slower.append("computes every text alone: its positions would change with the longest one in its company")
+        logger.info("the model %s", slower[-1])
         return "alone"
     tries: dict[Way, tuple[Callable[[Way], Forward], ...]] = {"packed": (build_base, build), "padded": (build,)}
+    trials: dict[Callable[[Way], Forward], Trial] = {}
     for way, builds in tries.items():
-        failures = (_failure(each, way, inputs, model.dtype) for each in builds)
+        failures = (_failure(model, each, way, inputs, trials) for each in builds)
         failure = next((failure for failure in failures if failure), None)
         if failure is None:
             logger.info("sequences run %s (%s): in a probe each has the outputs that it has alone", way, MEANING[way])
             return way
-        logger.info("sequences do not run %s (%s): %s", way, MEANING[way], failure)
+        slower.append(f"does not compute texts {MEANING[way]}: {failure}")
+        logger.info("the model %s", slower[-1])
     logger.warning("every sequence runs alone, which is slow under load: batched outputs would differ")
     return "alone"
 
@@ -100,14 +108,22 @@ def _ids(value: object) -> list[int]:
     return [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int)]
 
 
-def _failure(build: Callable[[Way], Forward], way: Way, inputs: list[EncoderInput], dtype: torch.dtype) -> str | None:
-    """Why sequences cannot go a way; None: they can."""
+def _failure(
+    model: Any,
+    build: Callable[[Way], Forward],
+    way: Way,
+    inputs: list[EncoderInput],
+    trials: dict[Callable[[Way], Forward], Trial],
+) -> str | None:
+    """Why sequences cannot go a way; None: they can. Each alone is computed once for all ways, and kept in `trials`."""
+
+    def compute(way: Way) -> torch.Tensor:
+        return torch.cat([output.flatten() for output in build(way)(inputs)])[None].cpu()
+
     try:
-        expected = build("alone")(inputs)
-        actual = build(way)(inputs)
-        scale = max(float(each.abs().max()) for each in expected)
-        apart = max(float((one - other).abs().max()) for one, other in zip(expected, actual, strict=True))
+        if build not in trials:
+            trials[build] = Trial(model, lambda: compute("alone"), limit=TOLERANCE)
+        verdict = trials[build].judge(lambda: compute(way))
     except Exception as error:  # an unusual architecture: what cannot be probed is not relied on
         return described(error)
-    tolerance = TOLERANCE if dtype in (torch.float32, torch.float64) else HALF_TOLERANCE
-    return None if apart <= tolerance * scale else f"outputs differ by {apart:.1e} from those of each alone"
+    return None if verdict.is_right else f"outputs differ from those of each alone by {verdict.text}"

@@ -39,6 +39,7 @@ class StackedForward:
 
     way: Final[Way] = "padded"
     adapters: Final = None
+    slower: Final = ()
 
     def __init__(self, model: Any, compute: Compute) -> None:
         self.device: torch.device = model.device

@@ -18,10 +18,9 @@ from hf_triton.runner.adapters import Adapters
 from hf_triton.runner.faults import described, is_memory
 from hf_triton.runner.gpu_memory import WHOLE_GPU, GpuPart
 from hf_triton.runner.long_rope import has_long_rope
-from hf_triton.runner.model_runner import Way
 from hf_triton.runner.positions import counts_padding, shares_positions
 from hf_triton.runner.probe import Sharing, asks_for, probe_batching
-from hf_triton.runner.way_probe import probe_ways
+from hf_triton.runner.way_probe import Finding, find_way
 
 logger = logging.getLogger(__name__)
 
@@ -55,10 +54,11 @@ UNSUPPORTED_WARPERS: Final = ("top_h", "epsilon_cutoff", "eta_cutoff")
 """Options that no engine supports: `generate` applies them in its own sampler, which is not used here. Like all that
 warp the distribution, the latter have an effect only if the checkpoint samples."""
 
-CONTEXT_LIMITS: Final = {"doge": "keep_window_size", "moshi": "sliding_window"}
+CONTEXT_LIMITS: Final = {"doge": "keep_window_size"}
 """By model type, the config entry that limits the context under continuous batching. Doge selects among tokens of
-equal score by their columns; Moshi's sliding window is in transformers' cache, which this engine replaces, and in no
-mask."""
+equal score by their columns."""
+IN_TURNS: Final = "where a sequence waits for the batch before it"
+"""What the batch engine costs."""
 NO_ROOM: Final = (
     "memory ran out while the continuous engine tried the model: set gpu_memory_fraction, or fewer max_cache_tokens or "
     "max_num_seqs, in the folders on this device, or place some elsewhere by instance_group"
@@ -109,7 +109,8 @@ def build_engine(
         "adapters": adapters,
     }
     with _memory_errors_named():
-        way = _continuous_way(model, wanted, context_length)
+        finding = _continuous_way(model, wanted, context_length)
+    way = finding.way
     if way is None:
         sharing = _sharing(model, context_length)
         logger.info("engine batch: up to %d sequences, sharing a batch: %s", max_num_seqs, sharing)
@@ -120,11 +121,13 @@ def build_engine(
         }
         for name in filter(ignored.get, ignored):
             logger.warning("engine batch ignores the setting %s", name)
-        return BatchEngine(model, context_length=context_length, sharing=sharing, **shared)
+        batch = BatchEngine(model, context_length=context_length, sharing=sharing, **shared)
+        batch.slower.append(f"runs in the batch engine, {IN_TURNS}: {finding.obstacle}")
+        return batch
     details = ", each prompt prefilled whole, no prefix caching" if way.prefills_whole else ""
     logger.info("engine continuous: up to %d sequences at a time%s", max_num_seqs, details)
     with _memory_errors_named():
-        return ContinuousBatchingEngine(
+        engine = ContinuousBatchingEngine(
             model,
             way=way,
             max_cache_tokens=max_cache_tokens,
@@ -134,6 +137,11 @@ def build_engine(
             decoding=decoding,
             **shared,
         )
+    if way.prefills_whole:
+        engine.slower.append(f"computes each prompt whole, so a long one holds the others: {finding.obstacle}")
+    if way.gathers:
+        engine.slower.append(f"copies each sequence's cache at every step: {finding.obstacle}")
+    return engine
 
 
 @contextmanager
@@ -146,8 +154,8 @@ def _memory_errors_named() -> Iterator[None]:
         raise
 
 
-def _continuous_way(model: Any, wanted: EngineName, context_length: int) -> Way | None:
-    """The way in which the continuous engine runs this model; None: the batch engine runs it.
+def _continuous_way(model: Any, wanted: EngineName, context_length: int) -> Finding:
+    """The way in which the continuous engine runs this model; without one the batch engine runs it.
 
     Raises:
         CheckpointError: No engine can run the model as its generation_config asks, or not the one that is wanted.
@@ -161,17 +169,19 @@ def _continuous_way(model: Any, wanted: EngineName, context_length: int) -> Way 
             "generation_config.json",
         )
     obstacle = _obstacle(model, context_length) if wanted != "batch" else "the setting engine says batch"
-    way = probe_ways(model) if obstacle is None else None
-    if way is not None:
-        return way
-    level = logging.INFO if obstacle else logging.WARNING  # a failed probe is unexpected, and the engine slower
-    obstacle = obstacle or "its logits in a continuous batch are not those of generate"
+    if obstacle is None:
+        finding = find_way(model, context_length)
+        if finding.way is not None:
+            return finding
+        level, obstacle = logging.WARNING, f"in a continuous batch {finding.obstacle}"  # unexpected, and slower
+    else:
+        level = logging.INFO
     if wanted == "continuous":
         raise CheckpointError(
             "unsupported_model", f"engine continuous cannot run this model ({obstacle}): set engine to auto"
         )
-    logger.log(level, "engine batch, because %s", obstacle)
-    return None
+    logger.log(level, "engine batch, %s, because %s", IN_TURNS, obstacle)
+    return Finding(None, obstacle)
 
 
 def _sharing(model: Any, context_length: int) -> Sharing:

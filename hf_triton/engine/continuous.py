@@ -79,7 +79,7 @@ class ContinuousBatchingEngine(GenerationWorker):
             context_length=context_length,
         )
         self.runner.warm_up()
-        capture_forwards(decoding, self.runner.device, lambda: self.runner.capture(max_num_seqs))
+        self.slower += capture_forwards(decoding, self.runner.device, lambda: self.runner.capture(max_num_seqs))
         if self.runner.device.type == "cuda":
             prepare_draws(self.runner.run_token())
         traits = ModelTraits(

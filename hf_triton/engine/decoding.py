@@ -25,7 +25,7 @@ def decoding_error(mode: DecodingMode, device: torch.device) -> str | None:
     return None
 
 
-def capture_forwards(mode: DecodingMode, device: torch.device, capture: Callable[[], str | None]) -> None:
+def capture_forwards(mode: DecodingMode, device: torch.device, capture: Callable[[], str | None]) -> list[str]:
     """Capture what a mode asks for; the log says so, or why not.
 
     Args:
@@ -33,20 +33,25 @@ def capture_forwards(mode: DecodingMode, device: torch.device, capture: Callable
         device: The model's.
         capture: Returns why all forwards run eagerly; None: small ones are captured.
 
+    Returns:
+        Why forwards run slower than they could; see `Worker.slower`.
+
     Raises:
         CheckpointError: Graphs are required and cannot be had.
     """
     if error := decoding_error(mode, device):
         raise CheckpointError("device_unavailable", error)
     if device.type != "cuda" or mode == "eager":
-        return
+        return []
     started_s = time.monotonic()
     reason = capture()
     if reason is None:
         logger.info("CUDA graphs captured for small steps in %.1f s", time.monotonic() - started_s)
-    elif mode == "cuda_graphs":
+        return []
+    if mode == "cuda_graphs":
         raise CheckpointError(
             "unsupported_model", f"decoding cuda_graphs cannot run this model ({reason}): set decoding to auto"
         )
-    else:
-        logger.warning("no CUDA graphs, so steps run eagerly, which is slower: %s", reason)
+    slower = f"runs eagerly, up to four times slower while few sequences run, as there are no CUDA graphs: {reason}"
+    logger.warning("the model %s", slower)
+    return [slower]

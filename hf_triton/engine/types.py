@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -45,6 +46,10 @@ class Observer:
 
 class Engine(Protocol):
     """Computes for many requests at a time in a thread of its own."""
+
+    @property
+    def slower(self) -> Sequence[str]:
+        """See `Worker`."""
 
     def is_healthy(self) -> bool:
         """Whether the engine can still compute."""

@@ -44,6 +44,8 @@ class Worker(Generic[AnyGroup]):
         self.device_context = DeviceContext(device)
         self.queue: WaitingQueue[AnyGroup] = WaitingQueue()
         self.thread = threading.Thread(target=self._loop, name="hf_triton-engine", daemon=True)
+        self.slower: list[str] = []
+        """Why it runs slower than it could, what was measured, what it costs: a sentence each, without subject."""
         self._on_fatal = on_fatal
         self._linger_s = linger_s
         self._idle_release_s = idle_release_s

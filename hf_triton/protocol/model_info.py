@@ -52,6 +52,8 @@ class ModelInfo:
     """The model's class, `LlamaForCausalLM`; empty: it is not known."""
     defaults: Mapping[str, float] | None = None
     """`temperature` (0: greedy), `top_p` and `max_tokens` of a request that names none; None: it generates no text."""
+    slower: tuple[str, ...] = ()
+    """Why it runs slower than it could, what was measured and what it costs: `runs eagerly, ...`; a sentence each."""
 
     def describe(self, max_cache_tokens: int = 0) -> str:
         """One line for people; `max_cache_tokens` are those of the KV cache, 0 if the engine manages none."""
@@ -82,8 +84,8 @@ class ModelInfo:
             info = cls(**{name: value for name, value in values.items() if name in names})
         except (AttributeError, TypeError) as error:
             raise ValueError(f"it is not what {MODEL_INFO} answers") from error
-        variables = info.template_variables
-        return info if variables is None else dataclasses.replace(info, template_variables=tuple(variables))
+        variables = info.template_variables and tuple(info.template_variables)
+        return dataclasses.replace(info, template_variables=variables, slower=tuple(info.slower))
 
 
 def asks_for_info(parameters: Mapping[str, object]) -> bool:

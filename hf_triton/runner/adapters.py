@@ -27,7 +27,7 @@ from hf_triton.errors import CheckpointError, SettingsError
 from hf_triton.runner.adapter_files import PREFIX, AdapterConfig, read_adapter_config, read_tensors, refuse, short
 from hf_triton.runner.adapter_names import NO_ADAPTER, AdapterNames
 from hf_triton.runner.adapter_plan import TOKENS, AdapterPlan, plan_adapter, split_name
-from hf_triton.runner.numerics import agree
+from hf_triton.runner.trial import Trial
 
 NUM_TRIAL_TOKENS: Final = 5
 SPARE_BYTES: Final = 64 << 20
@@ -229,28 +229,35 @@ class Adapters:
         """
         embedding = self._model.get_input_embeddings().weight
         token_ids = torch.arange(NUM_TRIAL_TOKENS, device=embedding.device)[None] % embedding.shape[0]
-        with self._names.of_rows([adapter.key]):
-            alone = self._compute(token_ids)
-        if not bool(alone.isfinite().all()):
-            refuse("makes NaN or infinite numbers of the model's outputs")
-        if not self._mixes:
-            return
         rows = [None, adapter.key]
         tokens = [key for key in rows for _ in range(NUM_TRIAL_TOKENS)]
-        with self._names.of_tokens(tokens, rows):  # as in a packed step, where attention keeps sequences apart
-            beside = self._compute(token_ids.expand(2, -1))
-        alone = torch.cat([self._compute(token_ids), alone])
-        if not agree(alone, beside, alone.dtype):
+
+        def alone() -> torch.Tensor:
+            with self._names.of_rows([adapter.key]):
+                own = self._compute(token_ids)
+            return torch.cat([self._compute(token_ids), own])
+
+        def beside() -> torch.Tensor:
+            with self._names.of_tokens(tokens, rows):  # as in a packed step, where attention keeps sequences apart
+                return self._compute(token_ids.expand(2, -1))
+
+        trial = Trial(self._model, alone)
+        if not bool(trial.expected[1].isfinite().all()):
+            refuse("makes NaN or infinite numbers of the model's outputs")
+        if self._mixes and not trial.judge(beside).is_right:
             refuse("changes the outputs of other rows: merge it into its base model")
 
     def _compute(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """The model's output for token ids `[rows, tokens]`; with a decoder that generates, for both."""
+        """The model's output for token ids `[rows, tokens]`, float32 `[rows, numbers]` on the CPU.
+
+        A decoder that generates gets them for both.
+        """
         model = self._model
         more: dict[str, Any] = {"use_cache": False} if model.can_generate() else {}
         if more and model.config.is_encoder_decoder:
             more["decoder_input_ids"] = token_ids
         output: torch.Tensor = model(input_ids=token_ids, **more)[self._output]
-        return output
+        return output.flatten(1).float().cpu()
 
     def _sweep(self) -> None:
         for key in [key for key, adapter in self._loaded.items() if adapter() is None]:

@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Agreement of logits up to the rounding of a dtype."""
+"""Agreement of a single operation's results up to the rounding of its dtype; whole models: `trial.py`."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
-TOLERANCE: Final = {"float32": 1e-3, "float64": 1e-3}
-"""Part of the largest logit, by dtype."""
-HALF_TOLERANCE: Final = 5e-2  # bfloat16 keeps 8 bits
+NUM_EPS: Final = 4
+"""Units of rounding."""
+MIN_TOLERANCE: Final = 1e-5
+"""Of sums in float32, whose order differs."""
 
 
-def agree(expected: torch.Tensor, actual: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether logits of one shape differ by no more than rounding.
+def agree(expected: torch.Tensor, actual: torch.Tensor) -> bool:
+    """Whether results differ by no more than rounding: a few eps of the largest number of their row.
 
     Args:
-        expected: The largest logit is taken from here.
-        actual: Of the same shape.
-        dtype: In which both were computed.
+        expected: `[..., numbers]`, in the dtype that both were computed in.
+        actual: Of the same shape and dtype.
     """
-    tolerance = TOLERANCE.get(str(dtype).removeprefix("torch."), HALF_TOLERANCE)
-    return bool((expected - actual).abs().max() <= tolerance * expected.abs().max())
+    tolerance = max(NUM_EPS * torch.finfo(expected.dtype).eps, MIN_TOLERANCE)
+    difference, largest = (each.float().abs().amax(-1) for each in (expected - actual, expected))
+    return expected.dtype == actual.dtype and bool((difference <= tolerance * largest).all())

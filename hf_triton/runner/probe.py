@@ -5,9 +5,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
-from hf_triton.runner.reference import greedy_logits, make_prompt, same_logits
+from hf_triton.runner.reference import NUM_STEPS, logits_after, make_continuation, make_prompt
+from hf_triton.runner.trial import Trial
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -38,16 +42,23 @@ def asks_for(model: Any, name: str) -> bool:
 def probe_batching(model: Any) -> Sharing:
     """Which sequences may share a batch, by a row's logits alone and beside another row.
 
-    Compares the first `NUM_STEPS` greedy steps. Recurrent models that ignore the attention mask fail with padding, and
-    transformers' RWKV fails beside any other row; they are served in smaller batches. An exception on a prompt alone
-    propagates: such a model cannot be served.
+    Compares the first `NUM_STEPS` tokens, which are given. Recurrent models that ignore the attention mask fail with
+    padding, and transformers' RWKV fails beside any other row; they are served in smaller batches. An exception on a
+    prompt alone propagates: such a model cannot be served.
     """
     short, equal, long = (make_prompt(model, *shape) for shape in PROMPTS)
-    alone = greedy_logits(model, [short])
+    after = make_continuation(model, NUM_STEPS - 1, seed=5)
+
+    def first_row(*prompts: list[int]) -> torch.Tensor:
+        return logits_after(model, list(prompts), [after] * len(prompts))[:, 0]
+
+    trial = Trial(model, lambda: first_row(short))
     try:
-        if same_logits(model, alone, greedy_logits(model, [short, long])):
+        together = trial.judge(lambda: first_row(short, long))
+        if together.is_right:
             return "padded"
-        return "equal_length" if same_logits(model, alone, greedy_logits(model, [short, equal])) else "alone"
+        logger.info("sequences do not share a padded batch: their logits differ from those alone by %s", together.text)
+        return "equal_length" if trial.judge(lambda: first_row(short, equal)).is_right else "alone"
     except Exception as error:  # an unusual architecture: what cannot be probed is not relied on
         logger.warning("the probe of batching failed (%s): every prompt runs alone", error)
         return "alone"

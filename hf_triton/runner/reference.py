@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from hf_triton.runner.numerics import agree
 from hf_triton.runner.padding import pad
 
 if TYPE_CHECKING:
@@ -23,7 +22,8 @@ PLAIN: Final[dict[str, Any]] = {
 }
 """Arguments of `generate` that switch off what the engine does itself, and what it does not support. Greedy `generate`
 ignores all other sampling settings of the checkpoint."""
-NUM_STEPS = 3
+NUM_STEPS: Final = 3
+"""Tokens whose logits are compared."""
 
 
 def make_prompt(model: Any, length: int, seed: int) -> list[int]:
@@ -32,30 +32,47 @@ def make_prompt(model: Any, length: int, seed: int) -> list[int]:
     return [(seed * 7919 + index * 104729) % size for index in range(length)]
 
 
-def greedy_logits(model: Any, prompts: list[list[int]]) -> torch.Tensor:
-    """The logits of the prompts' first tokens in one batch, `[NUM_STEPS, rows, vocabulary]` float32 on the CPU."""
+def make_continuation(model: Any, length: int, seed: int) -> list[int]:
+    """Token ids that do not end a sequence, a function of length and seed."""
+    ends = model.generation_config.eos_token_id
+    ends = set(ends) if isinstance(ends, list) else {ends}
+    ids = make_prompt(model, length + len(ends), seed)
+    return [each for each in ids if each not in ends][:length]
+
+
+def logits_after(model: Any, prompts: list[list[int]], continuations: list[list[int]]) -> torch.Tensor:
+    """The logits of `generate` on prompts in one batch, whose next tokens are given in place of the likeliest.
+
+    So ways that round differently are compared on the same tokens.
+
+    Args:
+        model: In eval mode.
+        prompts: Token ids of each row.
+        continuations: The next tokens of each row, equally many.
+
+    Returns:
+        `[continuation + 1, rows, vocabulary]` float32 on the CPU: after the prompt, and after each given token.
+    """
     import torch
+    from transformers import LogitsProcessorList
 
     device = model.get_input_embeddings().weight.device
     input_ids, attention_mask = pad(prompts, 0, device, at_left=not model.config.is_encoder_decoder)
+    given = [*torch.tensor(continuations, device=device).T]
+
+    def force(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if not given:
+            return scores
+        tokens = given.pop(0)[:, None].to(scores.device)
+        return torch.full_like(scores, -torch.inf).scatter(1, tokens, 0.0)
+
     with torch.inference_mode():
         output = model.generate(
             input_ids=input_ids,
             attention_mask=attention_mask,
-            max_new_tokens=NUM_STEPS,
+            max_new_tokens=len(given) + 1,
             pad_token_id=0,
+            logits_processor=LogitsProcessorList([force]),
             **PLAIN | {"min_length": 0, "output_logits": True, "return_dict_in_generate": True},
         )
     return torch.stack(output.logits).float().cpu()
-
-
-def same_logits(model: Any, expected: torch.Tensor, actual: torch.Tensor) -> bool:
-    """Whether row 0 is the same in both, `[steps, rows, vocabulary]`, up to the rounding of the model's dtype.
-
-    If rounding breaks a tie of the two most likely tokens differently, the sequences diverge, and later steps are not
-    compared.
-    """
-    steps = min(len(expected), len(actual))
-    differ = (expected[:steps, 0].argmax(-1) != actual[:steps, 0].argmax(-1)).tolist()
-    steps = differ.index(True) + 1 if True in differ else steps
-    return agree(expected[:steps, 0], actual[:steps, 0], model.dtype)

@@ -1,32 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Probe a model at load: which way it runs steps is tried, by logits beside those of `generate`.
+"""The load trial: which way a model runs steps is tried, by logits beside those of `generate`, and judged in float32.
 
-Exceptions alone do not show it: several models run another way without one, and are wrong.
+Exceptions alone do not show it: several models run another way without one, and are wrong. One schedule of three steps
+has all that can go wrong: a context in chunks, sequences beside each other, decoding, and blocks that are full:
+
+    step 1   chunk 1 of the long prompt | the short prompt
+    step 2   the short one decodes      | chunk 2 of the long prompt
+    step 3   the short one decodes      | the long one decodes
+
+If chunks are wrong, whole prompts are tried, and a preempted sequence that is recomputed with its output. Tokens are
+given, so that ways which round differently do not part. While it runs, windows have a few tokens, fewer than prompts.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import replace
-from itertools import pairwise
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
 
 from hf_triton.runner.faults import described, is_fatal, is_memory
+from hf_triton.runner.float32 import largest_layer_bytes
 from hf_triton.runner.model_runner import ModelRunner, Way
-from hf_triton.runner.reference import NUM_STEPS, greedy_logits, make_prompt, same_logits
+from hf_triton.runner.reference import NUM_STEPS, logits_after, make_continuation, make_prompt
 from hf_triton.runner.step import Step, TokenRange
+from hf_triton.runner.trial import Trial, Verdict
 
 logger = logging.getLogger(__name__)
 
 WAYS: Final = (Way(), Way(calls_torch=True), Way(gathers=True))
 """In the order in which they are tried."""
-SHORT, LONG = (3, 1), (11, 3)
-"""Length and seed of the probe's prompts."""
+SHORT, LONG = (4, 1), (12, 3)
+"""Length and seed of the trial's prompts: multiples of a block, so that decoding begins another one."""
+FIRST_CHUNK: Final = 9
+"""Tokens of the long prompt: what is left is less than a window, so that its last token sees states of the first chunk,
+and those have seen less than in a whole prompt if attention goes both ways."""
 BLOCK_SIZE: Final = 4
-"""Of the probe: its sequences have several blocks."""
+"""Of the trial: its sequences have several blocks."""
+MAX_BLOCKS: Final = 4
+"""Of a sequence: for the long prompt and what is decoded behind it."""
+WINDOW: Final = 5
+"""Tokens of every window while the trial runs: more than a block, fewer than the prompts."""
+WINDOWS: Final = ("sliding_window", "attention_chunk_size")
+"""Where configs say how far attention reaches; models look there at every forward."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the load trial has found."""
+
+    way: Way | None
+    """The first one that is right; None: no way is."""
+    obstacle: str
+    """Why the fastest way is not taken: what was measured, and what is allowed; empty: it is."""
 
 
 def probe_ways(model: Any) -> Way | None:
@@ -34,65 +64,117 @@ def probe_ways(model: Any) -> Way | None:
 
     None: no way is right.
     """
-    short, long = make_prompt(model, *SHORT), make_prompt(model, *LONG)
-    expected_short, expected_long = greedy_logits(model, [short]), greedy_logits(model, [long])
+    return find_way(model).way
+
+
+def find_way(model: Any, context_length: int | None = None) -> Finding:
+    """The same, and why it is not the fastest; raises what `generate` does on a prompt alone.
+
+    Args:
+        model: In eval mode, on its device.
+        context_length: The most tokens of a sequence, which windows as long as that do not bound; None: any.
+    """
+    started_s = time.perf_counter()
+    with short_windows(model, context_length):
+        finding = _find(WayTrial(model))
+    logger.debug(
+        "the load trial took %.2f s; in float32 it takes up to %.1f MB more, a layer's weights",
+        time.perf_counter() - started_s,
+        largest_layer_bytes(model) / 1e6,
+    )
+    return finding
+
+
+def _find(trial: WayTrial) -> Finding:
+    obstacles: list[str] = []
     for way in WAYS:
-        try:
-            with torch.inference_mode():
-                if not same_logits(model, expected_short, _logits_in_company(model, way, short, long)):
-                    continue
-                ends = 0, len(long) // 2, len(long)
-                if same_logits(model, expected_long[:1], _logits_of_chunks(model, way, long, ends)):
-                    return way
-                # A preempted sequence is recomputed with its output, in one forward. A model whose tokens attend to
-                # later ones (Gemma 3 with bidirectional attention) fails here.
-                context = short + expected_short[:-1, 0].argmax(-1).tolist()
-                recomputed = _logits_of_chunks(model, way, context, (0, len(context)))
-                if same_logits(model, expected_short[-1:], recomputed):
-                    return replace(way, prefills_whole=True)
-        except Exception as error:  # a model may do anything in its forward
-            if is_memory(error) or is_fatal(error):
-                raise
-            logger.debug("the model does not run as %s (%s)", way, described(error))
-    return None
+        for prefills_whole in (False, True):
+            candidate = replace(way, prefills_whole=prefills_whole)
+            try:
+                verdict = trial.judge(candidate)
+            except Exception as error:  # a model may do anything in its forward
+                if is_memory(error) or is_fatal(error):
+                    raise
+                logger.debug("the model does not run as %s (%s)", candidate, described(error))
+                obstacles.append(described(error))
+                break
+            logger.debug(
+                "the model runs as %s: its logits differ from those of generate by %s", candidate, verdict.text
+            )
+            if verdict.is_right:
+                return Finding(candidate, obstacles[0] if obstacles else "")
+            obstacles.append(f"its logits differ from those of generate by {verdict.text}")
+    return Finding(None, obstacles[0])
 
 
-def _new_runner(model: Any, way: Way) -> ModelRunner:
-    runner = ModelRunner(model, way, block_size=BLOCK_SIZE)
-    runner.allocate(2 * _num_blocks(LONG[0] + NUM_STEPS))
-    return runner
+@contextmanager
+def short_windows(model: Any, context_length: int | None = None) -> Iterator[None]:
+    """While it is entered, windows of attention that a sequence can outgrow have at most `WINDOW` tokens."""
+    modules = (module.config for module in model.modules() if hasattr(module, "config"))
+    configs = {id(config): config for config in (model.config.get_text_config(decoder=True), *modules)}
+    changed = [
+        (config, name, size)
+        for config in configs.values()
+        for name in WINDOWS
+        if type(size := getattr(config, name, None)) is int and WINDOW < size < (context_length or size + 1)
+    ]
+    try:
+        for config, name, _ in changed:
+            setattr(config, name, WINDOW)
+        yield
+    finally:
+        for config, name, size in changed:
+            setattr(config, name, size)
 
 
-def _num_blocks(num_tokens: int) -> int:
-    return -(-num_tokens // BLOCK_SIZE)
+class WayTrial:
+    """Judges ways of running a model by its own `generate`, which runs here.
+
+    Args:
+        model: In eval mode, on its device.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._short, self._long = make_prompt(model, *SHORT), make_prompt(model, *LONG)
+        after = make_continuation(model, NUM_STEPS, seed=5)
+        self._after_short, self._after_long = after[:2], after[2:]
+        """The tokens that are decoded."""
+        self._trial = Trial(model, self._reference)
+
+    def judge(self, way: Way) -> Verdict:
+        """Whether steps that run so compute what `generate` computes; raises what the model raises."""
+        return self._trial.judge(lambda: self._run(way))
+
+    def _reference(self) -> torch.Tensor:
+        """The logits that the schedule gives, by `generate` on each prompt alone, `[rows, vocabulary]`."""
+        first, second, third = logits_after(self._model, [self._short], [self._after_short])[:, 0]
+        behind, last = logits_after(self._model, [self._long], [self._after_long])[:, 0]
+        return torch.stack([first, second, behind, third, last, last])
+
+    @torch.inference_mode()
+    def _run(self, way: Way) -> torch.Tensor:
+        runner = ModelRunner(self._model, way, block_size=BLOCK_SIZE)
+        runner.allocate(3 * MAX_BLOCKS, 3)
+        logits = [runner.run(Step(ranges)) for ranges in self._steps(prefills_whole=way.prefills_whole)]
+        if not way.prefills_whole:  # nothing is recomputed: its row is the one before
+            logits.append(logits[-1][-1:])
+        return torch.cat(logits).float().cpu()
+
+    def _steps(self, *, prefills_whole: bool) -> Iterator[tuple[TokenRange, ...]]:
+        short, long = self._short + self._after_short, self._long + self._after_long
+        begin, middle, end = len(self._short), FIRST_CHUNK, len(self._long)
+        chunks = [(0, end)] if prefills_whole else [(0, middle), (middle, end)]
+        first = [] if prefills_whole else [_range(1, long, *chunks[0], samples=False)]
+        yield (*first, _range(0, short, 0, begin))
+        yield _range(0, short, begin, begin + 1), _range(1, long, *chunks[-1])
+        yield _range(0, short, begin + 1, begin + 2), _range(1, long, end, end + 1)
+        if prefills_whole:  # a preempted sequence: its prompt and output in one forward
+            yield (_range(2, long, 0, end + 1),)
 
 
-def _range(number: int, start: int, token_ids: list[int], *, samples: bool = True) -> TokenRange:
-    """Tokens of one of two sequences, each with blocks of its own."""
-    num_blocks = _num_blocks(LONG[0] + NUM_STEPS)
-    end = start + len(token_ids)
-    table = list(range(number * num_blocks, number * num_blocks + _num_blocks(end)))
-    return TokenRange(number, start, end, token_ids, table, end, samples=(number,) if samples else (), slot=number)
-
-
-def _logits_in_company(model: Any, way: Way, short: list[int], long: list[int]) -> torch.Tensor:
-    """The logits of a short prompt's first tokens beside a longer one, `[NUM_STEPS, 1, vocabulary]` on the CPU."""
-    runner = _new_runner(model, way)
-    logits = runner.run(Step((_range(0, 0, long),)))
-    newest = [int(logits.argmax(-1))]
-    logits = runner.run(Step((_range(0, len(long), newest), _range(1, 0, short))))
-    steps = [logits[1:]]
-    for number in range(NUM_STEPS - 1):
-        first, second = logits.argmax(-1).tolist()
-        ranges = _range(0, len(long) + 1 + number, [first]), _range(1, len(short) + number, [second])
-        logits = runner.run(Step(ranges))
-        steps.append(logits[1:])
-    return torch.stack(steps).float().cpu()
-
-
-def _logits_of_chunks(model: Any, way: Way, context: list[int], ends: Sequence[int]) -> torch.Tensor:
-    """The logits that follow a context computed in chunks, `[1, 1, vocabulary]` float32 on the CPU."""
-    runner = _new_runner(model, way)
-    for start, end in pairwise(ends):
-        logits = runner.run(Step((_range(0, start, context[start:end], samples=end == len(context)),)))
-    return logits.unsqueeze(0).float().cpu()
+def _range(number: int, token_ids: list[int], start: int, end: int, *, samples: bool = True) -> TokenRange:
+    """Tokens of one of the sequences, whose blocks lie between those of the others, the last one first."""
+    table = [3 * (MAX_BLOCKS - 1 - at) + number for at in range(-(-end // BLOCK_SIZE))]
+    numbers = (number,) if samples else ()
+    return TokenRange(number, start, end, token_ids[start:end], table, end, samples=numbers, slot=number)

@@ -125,6 +125,8 @@ class EncoderService(EngineTask["_Response"]):
 class NoEngine:
     """In place of an encoder's engine, for a task that needs token sequences alone: each gets an empty array."""
 
+    slower: Final = ()
+
     def submit(self, groups: list[EncoderGroup]) -> None:
         """Answer groups at once."""
         for group in groups:
@@ -282,6 +284,7 @@ def build_encoder_service(
     info = dataclasses.replace(
         model_info(checkpoint, settings, task=task.declaration.name, engine=settings.runtime),
         context_length=task.max_length,
+        slower=tuple(engine.slower),
     )
     return EncoderService(
         task, engine, limits, max_waiting=settings.max_waiting_prompts, meter=meter, info=info, adapters=store

@@ -31,7 +31,8 @@ from hf_triton.runner.cpu.layer_timing import (
 from hf_triton.runner.cpu.linear import PackedLinear
 from hf_triton.runner.faults import described
 from hf_triton.runner.numerics import agree
-from hf_triton.runner.reference import greedy_logits, make_prompt, same_logits
+from hf_triton.runner.reference import logits_after, make_continuation, make_prompt
+from hf_triton.runner.trial import Trial
 
 logger = logging.getLogger(__name__)
 
@@ -54,12 +55,12 @@ def pack(model: nn.Module, which: Literal["auto", "all"] = "all") -> int:
         return 0
     length = 1 + max(getattr(model.config, name, None) or 2 for name in CHUNKS)
     try:
-        prompt = make_prompt(model, length, seed=1)
-        plain = greedy_logits(model, [prompt])
+        prompt, after = make_prompt(model, length, seed=1), make_continuation(model, 1, seed=5)
+        trial = Trial(model, lambda: logits_after(model, [prompt], [after])[:, 0])
     except Exception:  # it cannot generate: the choice of an engine says so
         return 0
     time_all = time_layers if which == "auto" else None
-    return _pack(model, time_all, PACKED, lambda: same_logits(model, plain, greedy_logits(model, [prompt])))
+    return _pack(model, time_all, PACKED, trial)
 
 
 def pack_encoder(model: nn.Module, compute: Callable[[], torch.Tensor], which: Literal["auto", "all"] = "all") -> int:
@@ -75,18 +76,18 @@ def pack_encoder(model: nn.Module, compute: Callable[[], torch.Tensor], which: L
     if any(parameter.device.type != "cpu" for parameter in model.parameters()):
         return 0
     try:
-        plain = compute()
+        trial = Trial(model, lambda: compute()[None].float())
     except Exception:  # a head that wants certain tokens
         return 0
     time_all = time_encoder_layers if which == "auto" else None
-    return _pack(model, time_all, ONEDNN, lambda: agree(plain, compute(), plain.dtype))
+    return _pack(model, time_all, ONEDNN, trial)
 
 
 def _pack(
     model: nn.Module,
     time_all: Callable[[list[Any]], dict[LayerShape, Choice]] | None,
     default: Choice,
-    is_same: Callable[[], bool],
+    trial: Trial,
 ) -> int:
     """Pack the layers that `time_all` chooses, or all by `default`; undone if the model computes something else."""
     packed: list[_Packed] = []
@@ -101,8 +102,8 @@ def _pack(
             if choice.is_packed:
                 packed.append(_Packed.make(layer, choice, is_shared=num_users[id(layer.weight)] > 1))
         obstacle = None
-        if packed and not is_same():
-            obstacle = "the outputs differ from the original model's"
+        if packed and not (verdict := trial.judge(trial.reference)).is_right:
+            obstacle = f"the outputs differ from the original model's by {verdict.text}"
     except Exception as error:
         obstacle = described(error)
     if obstacle is not None:
@@ -172,6 +173,6 @@ def _computes_the_same(layer: nn.Linear) -> bool:
     """Whether a subclass, such as Falcon's, computes what `nn.Linear` computes: tried with one row."""
     x = torch.linspace(-1, 1, layer.in_features, dtype=layer.weight.dtype)[None]
     try:
-        return agree(nn.functional.linear(x, layer.weight, layer.bias), layer(x), layer.weight.dtype)
+        return agree(nn.functional.linear(x, layer.weight, layer.bias), layer(x))
     except Exception:  # its input or output is something else
         return False

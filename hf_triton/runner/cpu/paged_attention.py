@@ -185,4 +185,4 @@ def _is_right(compiled: Any, dtype: torch.dtype, size: int, value_size: int, hea
     kernel = PagedKernel(compiled, heads, key_blocks, value_blocks)
     tables, lengths = torch.tensor([[1, 0]], dtype=torch.int32), torch.tensor([length])
     result = kernel(query, None, None, tables, lengths, size**-0.5)
-    return result is not None and agree(expected.to(dtype), result, dtype)
+    return result is not None and agree(expected.to(dtype), result)

@@ -25,6 +25,7 @@ from torch.nn import functional
 
 from hf_triton.runner.cuda.fused_operations import gelu_mul, is_usable, rms_norm, rotary, silu_mul
 from hf_triton.runner.faults import described
+from hf_triton.runner.numerics import agree
 
 logger = logging.getLogger(__name__)
 
@@ -69,17 +70,10 @@ def _replace_forward(module: nn.Module, dtype: torch.dtype) -> str | None:
     if trial is None:
         return None
     fused, states = trial
-    if not _is_same(module(states), fused(states)):
+    if not agree(module(states), fused(states)):
         raise ValueError("its output changes")
     setattr(module, name, fused)
     return "norms" if build is _build_norm else "gates"
-
-
-def _is_same(expected: torch.Tensor, found: torch.Tensor) -> bool:
-    """Whether outputs differ by no more than rounding: parts of the largest number of each row."""
-    tolerance = max(4 * torch.finfo(expected.dtype).eps, 1e-5)
-    difference, largest = (each.float().abs().amax(-1) for each in (expected - found, expected))
-    return expected.dtype == found.dtype and bool((difference <= tolerance * largest).all())
 
 
 def _random(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -124,7 +118,7 @@ def _build_norm(module: nn.Module, dtype: torch.dtype, original: Forward) -> tup
     expected = functional_call(module, {name: trial}, (states,))
     for eps in {value for value in vars(module).values() if isinstance(value, float)}:
         for offset in (0, 1):
-            if _is_same(expected, functional.rms_norm(states, trial.shape, offset + trial, eps)):
+            if agree(expected, functional.rms_norm(states, trial.shape, offset + trial, eps)):
                 total = weight if offset == 0 else offset + weight.float()
                 is_right = total.dtype == dtype or is_usable(weight.device, dtype)
                 return (FusedNorm(original, total, eps, dtype), states.to(dtype)) if is_right else None
@@ -227,4 +221,4 @@ def _rotates_halves(function: Callable[..., Any], device: torch.device, model: A
     numbers = _random(1, 5, 8, size, dtype=model.dtype, device=device)
     query, key = numbers[:, :, :4].transpose(1, 2), numbers[:, :, 4:6].transpose(1, 2)
     arguments = query, key, numbers[:, :, 6], numbers[:, :, 7]
-    return all(map(_is_same, function(*arguments), rotary(*arguments)))
+    return all(map(agree, function(*arguments), rotary(*arguments)))

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from hf_triton.runner.device_step import DeviceStep, StepSize
+from hf_triton.runner.numerics import agree
 from hf_triton.runner.transfer import copy_to_device
 
 
@@ -48,6 +49,7 @@ class StepGraphs:
         sizes: Sequence[StepSize],
         num_tables: int,
     ) -> None:
+        self._forward = forward
         self._num_tables = num_tables
         self._numbers = torch.zeros(sizes[-1].num_fixed + num_tables, dtype=torch.int64, device=device)
         self._graphs: list[StepGraph] = []
@@ -79,6 +81,12 @@ class StepGraphs:
             if num_tokens <= size.num_tokens and num_sequences <= size.num_sequences and num_rows <= size.num_rows:
                 return graph
         return None
+
+    def replays_right(self, graph: StepGraph) -> bool:
+        """Whether a replay on the loaded numbers gives what `forward` gives eagerly, where the same kernels run."""
+        graph.graph.replay()
+        found = self.outputs[: graph.size.num_rows].cpu()
+        return agree(self._forward(graph.step).cpu(), found)
 
     def load(self, numbers: npt.NDArray[np.int64]) -> None:
         """Bring a step's numbers to where its graph reads them."""

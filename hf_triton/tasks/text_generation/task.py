@@ -253,6 +253,7 @@ def build_text_generation(
             settings,
             task=settings.task or "text-generation",
             engine=engine.name,
+            slower=tuple(engine.slower),
             **preparer.chat_info(),
         ),
     )

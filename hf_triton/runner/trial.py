@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compares what a whole model computes in two ways by its meaning, whatever the dtype that it is served in.
+
+In half precision two right ways of a deep model differ by up to a fifth of the largest logit, and wrong ones by less
+than a hundredth, so no tolerance tells them apart. In float32 right ways differ by less than 1e-4, and the smallest
+fault known by 2e-3. A single operation is compared in its own dtype, see `numerics.agree`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from hf_triton.runner.faults import described, is_fatal, is_memory
+from hf_triton.runner.float32 import HALF, in_float32
+
+logger = logging.getLogger(__name__)
+
+LIMIT: Final = 1e-3
+"""Part of a row's largest output by which float32 may differ."""
+NEAR: Final = 2e-3
+"""The same in half precision: outputs as near as that are the same, and need no second look."""
+MAX_ROUNDING: Final = 4.0
+"""How many times as far from float32 as the reference the outputs of another way may be; right ones reach 1.6."""
+HALF_LIMIT: Final = 5e-2
+"""Part of a row's largest output for a model that does not run in float32."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a comparison has found."""
+
+    is_right: bool
+    text: str
+    """What was measured and what is allowed: `1.7e-02 of the largest output in float32, where 1.0e-03 is allowed`."""
+
+
+class Trial:
+    """Judges ways of computing a model's outputs by one of them.
+
+    Args:
+        model: A transformers model in eval mode, which nothing else runs meanwhile.
+        reference: Computes the right outputs, `[rows, numbers]` float32 on the CPU; called here, and once more in
+            float32 if a comparison needs it.
+        limit: Part of a row's largest output by which float32 may differ.
+    """
+
+    def __init__(self, model: Any, reference: Callable[[], torch.Tensor], *, limit: float = LIMIT) -> None:
+        self._model = model
+        self.reference = reference
+        """Also what computes the outputs of a model that was changed since."""
+        self._limit = limit
+        self._dtype: torch.dtype = model.dtype
+        self.expected = reference()
+        self._exact: torch.Tensor | None = None
+        self._fails_in_float32 = False
+
+    def judge(self, compute: Callable[[], torch.Tensor]) -> Verdict:
+        """Compare outputs of the same shape; raises whatever `compute` does in the served dtype."""
+        found = compute()
+        apart = distance(self.expected, found)
+        if self._dtype not in HALF:
+            return _verdict(apart, self._limit, self._dtype)
+        if apart <= NEAR:
+            return _verdict(apart, NEAR, self._dtype)
+        exact_apart = self._exact_distance(compute)
+        if exact_apart is None or self._exact is None:
+            return _verdict(apart, HALF_LIMIT, self._dtype)
+        if not exact_apart <= self._limit:
+            return _verdict(exact_apart, self._limit, torch.float32)
+        own, other = (float((each - self._exact).norm()) for each in (self.expected, found))
+        times = other / own if own else float("inf")
+        name = _name(self._dtype)
+        text = f"{times:.1f} times as far from float32 as the reference in {name}, where {MAX_ROUNDING:g} is allowed"
+        return Verdict(times <= MAX_ROUNDING, text)
+
+    def _exact_distance(self, compute: Callable[[], torch.Tensor]) -> float | None:
+        """How far outputs are from the reference in float32; None: the model does not run so."""
+        if self._fails_in_float32:
+            return None
+        try:
+            with in_float32(self._model):
+                if self._exact is None:
+                    self._exact = self.reference()
+                return 0.0 if compute is self.reference else distance(self._exact, compute())
+        except Exception as error:  # a model may insist on its dtype, or be too large
+            if is_fatal(error):
+                raise
+            if is_memory(error) and torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            self._fails_in_float32 = True
+            logger.warning(
+                "the load trial compares in %s, as the model does not run in float32 (%s): outputs that differ by less "
+                "than %g of the largest pass for rounding; a right way that rounds more is refused, and costs speed",
+                _name(self._dtype),
+                described(error),
+                HALF_LIMIT,
+            )
+            return None
+
+
+def distance(expected: torch.Tensor, found: torch.Tensor) -> float:
+    """The largest difference, as a part of the largest number of its row; infinite if any is NaN.
+
+    Args:
+        expected: `[rows, numbers]`.
+        found: Of the same shape.
+    """
+    scale = expected.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    apart = float(((expected - found).abs() / scale).max())
+    return apart if apart >= 0 else float("inf")
+
+
+def _verdict(apart: float, limit: float, dtype: torch.dtype) -> Verdict:
+    text = f"{apart:.1e} of the largest output in {_name(dtype)}, where {limit:.1e} is allowed"
+    return Verdict(apart <= limit, text)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
