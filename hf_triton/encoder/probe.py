@@ -11,9 +11,9 @@ from typing import Any, Final, Literal
 import torch
 
 from hf_triton.encoder.types import EncoderInput
+from hf_triton.runner.comparison import Comparison
 from hf_triton.runner.faults import described
 from hf_triton.runner.positions import max_positions, shares_positions
-from hf_triton.runner.trial import Trial
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +59,9 @@ def probe_way(
         logger.info("the model %s", slower[-1])
         return "alone"
     tries: dict[Way, tuple[Callable[[Way], Forward], ...]] = {"packed": (build_base, build), "padded": (build,)}
-    trials: dict[Callable[[Way], Forward], Trial] = {}
+    comparisons: dict[Callable[[Way], Forward], Comparison] = {}
     for way, builds in tries.items():
-        failures = (_failure(model, each, way, inputs, trials) for each in builds)
+        failures = (_failure(model, each, way, inputs, comparisons) for each in builds)
         failure = next((failure for failure in failures if failure), None)
         if failure is None:
             logger.info("sequences run %s (%s): in a probe each has the outputs that it has alone", way, MEANING[way])
@@ -113,17 +113,17 @@ def _failure(
     build: Callable[[Way], Forward],
     way: Way,
     inputs: list[EncoderInput],
-    trials: dict[Callable[[Way], Forward], Trial],
+    comparisons: dict[Callable[[Way], Forward], Comparison],
 ) -> str | None:
-    """Why sequences cannot go a way; None: they can. Each alone is computed once for all ways, and kept in `trials`."""
+    """Why sequences cannot go a way; None: they can. Outputs of each alone are kept in `comparisons` for all ways."""
 
     def compute(way: Way) -> torch.Tensor:
         return torch.cat([output.flatten() for output in build(way)(inputs)])[None].cpu()
 
     try:
-        if build not in trials:
-            trials[build] = Trial(model, lambda: compute("alone"), limit=TOLERANCE)
-        verdict = trials[build].judge(lambda: compute(way))
+        if build not in comparisons:
+            comparisons[build] = Comparison(model, lambda: compute("alone"), limit=TOLERANCE)
+        verdict = comparisons[build].judge(lambda: compute(way))
     except Exception as error:  # an unusual architecture: what cannot be probed is not relied on
         return described(error)
     return None if verdict.is_right else f"outputs differ from those of each alone by {verdict.text}"

@@ -27,7 +27,7 @@ from hf_triton.errors import CheckpointError, SettingsError
 from hf_triton.runner.adapter_files import PREFIX, AdapterConfig, read_adapter_config, read_tensors, refuse, short
 from hf_triton.runner.adapter_names import NO_ADAPTER, AdapterNames
 from hf_triton.runner.adapter_plan import TOKENS, AdapterPlan, plan_adapter, split_name
-from hf_triton.runner.trial import Trial
+from hf_triton.runner.comparison import Comparison
 
 NUM_TRIAL_TOKENS: Final = 5
 SPARE_BYTES: Final = 64 << 20
@@ -241,10 +241,10 @@ class Adapters:
             with self._names.of_tokens(tokens, rows):  # as in a packed step, where attention keeps sequences apart
                 return self._compute(token_ids.expand(2, -1))
 
-        trial = Trial(self._model, alone)
-        if not bool(trial.expected[1].isfinite().all()):
+        comparison = Comparison(self._model, alone)
+        if not bool(comparison.expected[1].isfinite().all()):
             refuse("makes NaN or infinite numbers of the model's outputs")
-        if self._mixes and not trial.judge(beside).is_right:
+        if self._mixes and not comparison.judge(beside).is_right:
             refuse("changes the outputs of other rows: merge it into its base model")
 
     def _compute(self, token_ids: torch.Tensor) -> torch.Tensor:

@@ -7,8 +7,8 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from hf_triton.runner.comparison import Comparison
 from hf_triton.runner.reference import NUM_STEPS, logits_after, make_continuation, make_prompt
-from hf_triton.runner.trial import Trial
 
 if TYPE_CHECKING:
     import torch
@@ -52,13 +52,13 @@ def probe_batching(model: Any) -> Sharing:
     def first_row(*prompts: list[int]) -> torch.Tensor:
         return logits_after(model, list(prompts), [after] * len(prompts))[:, 0]
 
-    trial = Trial(model, lambda: first_row(short))
+    comparison = Comparison(model, lambda: first_row(short))
     try:
-        together = trial.judge(lambda: first_row(short, long))
+        together = comparison.judge(lambda: first_row(short, long))
         if together.is_right:
             return "padded"
         logger.info("sequences do not share a padded batch: their logits differ from those alone by %s", together.text)
-        return "equal_length" if trial.judge(lambda: first_row(short, equal)).is_right else "alone"
+        return "equal_length" if comparison.judge(lambda: first_row(short, equal)).is_right else "alone"
     except Exception as error:  # an unusual architecture: what cannot be probed is not relied on
         logger.warning("the probe of batching failed (%s): every prompt runs alone", error)
         return "alone"

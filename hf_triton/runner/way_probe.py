@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The load trial: which way a model runs steps is tried, by logits beside those of `generate`, and judged in float32.
+"""The probe at load: which way a model runs steps is tried, by logits beside those of `generate`, judged in float32.
 
 Exceptions alone do not show it: several models run another way without one, and are wrong. One schedule of three steps
 has all that can go wrong: a context in chunks, sequences beside each other, decoding, and blocks that are full:
@@ -14,6 +14,7 @@ given, so that ways which round differently do not part. While it runs, windows 
 
 from __future__ import annotations
 
+import inspect
 import logging
 import time
 from collections.abc import Iterator
@@ -23,35 +24,35 @@ from typing import Any, Final
 
 import torch
 
+from hf_triton.runner.comparison import Comparison, Verdict
 from hf_triton.runner.faults import described, is_fatal, is_memory
 from hf_triton.runner.float32 import largest_layer_bytes
 from hf_triton.runner.model_runner import ModelRunner, Way
 from hf_triton.runner.reference import NUM_STEPS, logits_after, make_continuation, make_prompt
 from hf_triton.runner.step import Step, TokenRange
-from hf_triton.runner.trial import Trial, Verdict
 
 logger = logging.getLogger(__name__)
 
 WAYS: Final = (Way(), Way(calls_torch=True), Way(gathers=True))
 """In the order in which they are tried."""
 SHORT, LONG = (4, 1), (12, 3)
-"""Length and seed of the trial's prompts: multiples of a block, so that decoding begins another one."""
+"""Length and seed of the prompts: multiples of a block, so that decoding begins another one."""
 FIRST_CHUNK: Final = 9
 """Tokens of the long prompt: what is left is less than a window, so that its last token sees states of the first chunk,
 and those have seen less than in a whole prompt if attention goes both ways."""
 BLOCK_SIZE: Final = 4
-"""Of the trial: its sequences have several blocks."""
+"""Of the probe: its sequences have several blocks."""
 MAX_BLOCKS: Final = 4
 """Of a sequence: for the long prompt and what is decoded behind it."""
 WINDOW: Final = 5
-"""Tokens of every window while the trial runs: more than a block, fewer than the prompts."""
+"""Tokens of every window while the probe runs: more than a block, fewer than the prompts."""
 WINDOWS: Final = ("sliding_window", "attention_chunk_size")
 """Where configs say how far attention reaches; models look there at every forward."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What the load trial has found."""
+    """What the probe has found."""
 
     way: Way | None
     """The first one that is right; None: no way is."""
@@ -76,22 +77,22 @@ def find_way(model: Any, context_length: int | None = None) -> Finding:
     """
     started_s = time.perf_counter()
     with short_windows(model, context_length):
-        finding = _find(WayTrial(model))
+        finding = _find(WayProbe(model))
     logger.debug(
-        "the load trial took %.2f s; in float32 it takes up to %.1f MB more, a layer's weights",
+        "the probe at load took %.2f s; in float32 it takes up to %.1f MB more, a layer's weights",
         time.perf_counter() - started_s,
         largest_layer_bytes(model) / 1e6,
     )
     return finding
 
 
-def _find(trial: WayTrial) -> Finding:
+def _find(probe: WayProbe) -> Finding:
     obstacles: list[str] = []
     for way in WAYS:
         for prefills_whole in (False, True):
             candidate = replace(way, prefills_whole=prefills_whole)
             try:
-                verdict = trial.judge(candidate)
+                verdict = probe.judge(candidate)
             except Exception as error:  # a model may do anything in its forward
                 if is_memory(error) or is_fatal(error):
                     raise
@@ -127,7 +128,7 @@ def short_windows(model: Any, context_length: int | None = None) -> Iterator[Non
             setattr(config, name, size)
 
 
-class WayTrial:
+class WayProbe:
     """Judges ways of running a model by its own `generate`, which runs here.
 
     Args:
@@ -140,11 +141,12 @@ class WayTrial:
         after = make_continuation(model, NUM_STEPS, seed=5)
         self._after_short, self._after_long = after[:2], after[2:]
         """The tokens that are decoded."""
-        self._trial = Trial(model, self._reference)
+        self.comparison = Comparison(model, self._reference, quick=self._plain)
+        """With what `generate` has computed."""
 
     def judge(self, way: Way) -> Verdict:
         """Whether steps that run so compute what `generate` computes; raises what the model raises."""
-        return self._trial.judge(lambda: self._run(way))
+        return self.comparison.judge(lambda: self.compute(way))
 
     def _reference(self) -> torch.Tensor:
         """The logits that the schedule gives, by `generate` on each prompt alone, `[rows, vocabulary]`."""
@@ -153,7 +155,20 @@ class WayTrial:
         return torch.stack([first, second, behind, third, last, last])
 
     @torch.inference_mode()
-    def _run(self, way: Way) -> torch.Tensor:
+    def _plain(self) -> torch.Tensor:
+        """The same by one forward for each sequence, without a cache."""
+        device = self._model.get_input_embeddings().weight.device
+        more = {"use_cache": False} if "use_cache" in inspect.signature(self._model.forward).parameters else {}
+        sequences = self._short + self._after_short, self._long + self._after_long
+        rows = (torch.tensor([token_ids], device=device) for token_ids in sequences)
+        short, long = (self._model(input_ids=row, **more).logits[0].float().cpu() for row in rows)
+        first, second, third = short[len(self._short) - 1 :]
+        behind, last = long[len(self._long) - 1 :]
+        return torch.stack([first, second, behind, third, last, last])
+
+    @torch.inference_mode()
+    def compute(self, way: Way) -> torch.Tensor:
+        """The logits of the schedule's steps, `[rows, vocabulary]` float32 on the CPU."""
         runner = ModelRunner(self._model, way, block_size=BLOCK_SIZE)
         runner.allocate(3 * MAX_BLOCKS, 3)
         logits = [runner.run(Step(ranges)) for ranges in self._steps(prefills_whole=way.prefills_whole)]

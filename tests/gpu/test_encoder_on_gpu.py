@@ -10,8 +10,8 @@ from accelerate import dispatch_model
 
 from hf_triton.encoder.forward import build_forward
 from hf_triton.runner import attention
+from hf_triton.runner.comparison import HALF_LIMIT
 from hf_triton.runner.cuda import attention as cuda_attention
-from hf_triton.runner.numerics import HALF_TOLERANCE
 from tests.support.encoders import HEADS, build_model, expected_outputs, random_inputs
 
 pytestmark = pytest.mark.full
@@ -54,7 +54,7 @@ def test_packed_rows_of_16_bits_equal_those_of_32(family: str, dtype: torch.dtyp
     assert forward.way == "packed"
     for one, reference in zip(forward(inputs), expected, strict=True):
         largest = float(reference.abs().max())
-        torch.testing.assert_close(one.float().cpu(), reference, rtol=0, atol=HALF_TOLERANCE * largest)
+        torch.testing.assert_close(one.float().cpu(), reference, rtol=0, atol=HALF_LIMIT * largest)
 
 
 def test_a_large_row_is_computed_at_load(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,7 +166,7 @@ def test_a_model_that_cannot_be_captured_runs_eagerly(tmp_path: Path, caplog: py
     with closing(start_engine(model, max_num_seqs=5, context_length=128)) as engine:
         items = requests(6, random.Random(5))
         check(plain, Client(engine), items, expected=greedy_ids(plain, items))
-    assert "no CUDA graphs, so steps run eagerly, which is slower: " in caplog.text
+    assert "runs eagerly, up to four times slower while few sequences run, as there are no CUDA graphs: " in caplog.text
     assert "called a synchronizing CUDA operation" in caplog.text
     assert torch.cuda.get_sync_debug_mode() in ("default", 0)
 
@@ -246,4 +246,4 @@ def test_without_a_kernel_attention_copies_blocks(
         check(plain, Client(engine), items, expected=greedy_ids(plain, items))
     attention.is_usable.cache_clear()
     assert "no attention kernel on cuda:0 (ImportError: No module named 'triton'): attention of heads" in caplog.text
-    assert "no CUDA graphs, so steps run eagerly, which is slower: the device has no attention kernel" in caplog.text
+    assert "as there are no CUDA graphs: the device has no attention kernel" in caplog.text

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deep narrow models in half precision, other arithmetics that are right, and planted faults, for the load trial.
+"""Deep narrow models in half precision, other arithmetics that are right, and planted faults, for the probe at load.
 
 Weights weigh as much as in a model of width 4096, so rounding grows with depth as it does there.
 """

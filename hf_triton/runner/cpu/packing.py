@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from hf_triton.runner.comparison import Comparison
 from hf_triton.runner.cpu.layer_timing import (
     ONEDNN,
     PACKED,
@@ -32,7 +33,6 @@ from hf_triton.runner.cpu.linear import PackedLinear
 from hf_triton.runner.faults import described
 from hf_triton.runner.numerics import agree
 from hf_triton.runner.reference import logits_after, make_continuation, make_prompt
-from hf_triton.runner.trial import Trial
 
 logger = logging.getLogger(__name__)
 
@@ -56,11 +56,11 @@ def pack(model: nn.Module, which: Literal["auto", "all"] = "all") -> int:
     length = 1 + max(getattr(model.config, name, None) or 2 for name in CHUNKS)
     try:
         prompt, after = make_prompt(model, length, seed=1), make_continuation(model, 1, seed=5)
-        trial = Trial(model, lambda: logits_after(model, [prompt], [after])[:, 0])
+        comparison = Comparison(model, lambda: logits_after(model, [prompt], [after])[:, 0])
     except Exception:  # it cannot generate: the choice of an engine says so
         return 0
     time_all = time_layers if which == "auto" else None
-    return _pack(model, time_all, PACKED, trial)
+    return _pack(model, time_all, PACKED, comparison)
 
 
 def pack_encoder(model: nn.Module, compute: Callable[[], torch.Tensor], which: Literal["auto", "all"] = "all") -> int:
@@ -76,18 +76,18 @@ def pack_encoder(model: nn.Module, compute: Callable[[], torch.Tensor], which: L
     if any(parameter.device.type != "cpu" for parameter in model.parameters()):
         return 0
     try:
-        trial = Trial(model, lambda: compute()[None].float())
+        comparison = Comparison(model, lambda: compute()[None].float())
     except Exception:  # a head that wants certain tokens
         return 0
     time_all = time_encoder_layers if which == "auto" else None
-    return _pack(model, time_all, ONEDNN, trial)
+    return _pack(model, time_all, ONEDNN, comparison)
 
 
 def _pack(
     model: nn.Module,
     time_all: Callable[[list[Any]], dict[LayerShape, Choice]] | None,
     default: Choice,
-    trial: Trial,
+    comparison: Comparison,
 ) -> int:
     """Pack the layers that `time_all` chooses, or all by `default`; undone if the model computes something else."""
     packed: list[_Packed] = []
@@ -102,7 +102,7 @@ def _pack(
             if choice.is_packed:
                 packed.append(_Packed.make(layer, choice, is_shared=num_users[id(layer.weight)] > 1))
         obstacle = None
-        if packed and not (verdict := trial.judge(trial.reference)).is_right:
+        if packed and not (verdict := comparison.judge(comparison.reference)).is_right:
             obstacle = f"the outputs differ from the original model's by {verdict.text}"
     except Exception as error:
         obstacle = described(error)

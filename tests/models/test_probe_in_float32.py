@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The load trial of deep models in half precision: right arithmetics pass whatever they round, planted faults fail."""
+"""The probe at load of deep half-precision models: right arithmetics pass whatever they round, planted faults fail."""
 
 import logging
 import os
@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from hf_triton.runner.float32 import in_float32
 from hf_triton.runner.model_runner import PACKED
-from hf_triton.runner.way_probe import WayTrial, find_way, probe_ways, short_windows
+from hf_triton.runner.way_probe import WayProbe, find_way, probe_ways, short_windows
 from tests.support.architectures import CONTINUOUS, STATES, WHOLE, load
 from tests.support.deep_models import (
     STEP_FAULTS,
@@ -44,9 +44,9 @@ DEEP = [
 
 
 def is_right(model: Any) -> bool:
-    """Whether a trial of the packed way alone passes."""
+    """Whether a probe of the packed way alone passes."""
     with short_windows(model):
-        return WayTrial(model).judge(PACKED).is_right
+        return WayProbe(model).judge(PACKED).is_right
 
 
 @pytest.mark.parametrize(("kind", "num_layers", "seed"), DEEP)
@@ -54,17 +54,17 @@ def test_right_arithmetics_pass_and_faults_do_not(kind: str, num_layers: int, se
     model = build_deep(kind, num_layers, seed)
     before, accepted = memory_of(model), []
     with short_windows(model):
-        trial = WayTrial(model)
+        probe = WayProbe(model)
         for arithmetics in ((), (other_sums,), (partial(fused, model),), (other_sums, partial(fused, model))):
             with in_steps(*arithmetics):
-                assert trial.judge(PACKED).is_right, arithmetics
+                assert probe.judge(PACKED).is_right, arithmetics
         for name in faults_of(kind):
             for layers in (range(num_layers), range(num_layers - 2, num_layers)):
                 with attention_fault(name, layers):
-                    accepted += [f"{name} in {len(layers)}"] if trial.judge(PACKED).is_right else []
+                    accepted += [f"{name} in {len(layers)}"] if probe.judge(PACKED).is_right else []
         for name in STEP_FAULTS:
             with step_fault(name):
-                accepted += [name] if trial.judge(PACKED).is_right else []
+                accepted += [name] if probe.judge(PACKED).is_right else []
     assert not accepted
     assert memory_of(model) == before
 
@@ -144,10 +144,8 @@ def test_a_model_that_insists_on_its_dtype_is_judged_in_it(caplog: pytest.LogCap
     insisting = model.model.layers[0].register_forward_pre_hook(insist)
     with in_steps(other_sums), attention_fault("no first token", range(32)):
         assert not is_right(model)
-    assert (
-        "the load trial compares in bfloat16, as the model does not run in float32 (TypeError: bfloat16" in caplog.text
-    )
-    assert "less than 0.05 of the largest pass for rounding; a right way that rounds more is refused" in caplog.text
+    assert "compares in bfloat16, as the model does not run in float32 (TypeError: bfloat16 alone)" in caplog.text
+    assert "less than 0.05 of the largest output passes for rounding, and a right way that rounds more" in caplog.text
     insisting.remove()
 
 
@@ -187,7 +185,7 @@ def test_what_was_measured_and_what_is_allowed_is_told(caplog: pytest.LogCapture
     )
     assert re.search(f"engine batch, where a sequence waits for the batch before it, because .*{told}", caplog.text)
     assert re.search(rf"runs in the batch engine, where a sequence waits .*: .*{told}", engine.slower[0])
-    assert re.search(r"the load trial took \d+\.\d\d s; in float32 it takes up to \d+\.\d MB more", caplog.text)
+    assert re.search(r"the probe at load took \d+\.\d\d s; in float32 it takes up to \d+\.\d MB more", caplog.text)
 
 
 @pytest.mark.parametrize("bits", ["nf4", "int8"])
@@ -220,7 +218,7 @@ def quantise_by_bitsandbytes(model: Any) -> None:
 
 MEASURED = """
 import resource, torch
-from hf_triton.runner import trial
+from hf_triton.runner import comparison
 from hf_triton.runner.float32 import largest_layer_bytes
 from hf_triton.runner.way_probe import probe_ways
 from tests.support.deep_models import build_deep
@@ -229,7 +227,7 @@ def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 torch.set_num_threads(1)
-trial.NEAR = -1.0
+comparison.NEAR = -1.0
 probe_ways(build_deep("llama", 2, 1))
 model = build_deep("llama", 8, 1, intermediate_size=32768)
 before = peak()

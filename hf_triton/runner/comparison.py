@@ -37,26 +37,39 @@ class Verdict:
     is_right: bool
     text: str
     """What was measured and what is allowed: `1.7e-02 of the largest output in float32, where 1.0e-03 is allowed`."""
+    times: float = 1.0
+    """How many times as far from float32 as the reference it is."""
 
 
-class Trial:
+class Comparison:
     """Judges ways of computing a model's outputs by one of them.
 
     Args:
         model: A transformers model in eval mode, which nothing else runs meanwhile.
         reference: Computes the right outputs, `[rows, numbers]` float32 on the CPU; called here, and once more in
             float32 if a comparison needs it.
+        quick: Computes the same by fewer forwards; in float32 it is asked first, and `reference` if that does not
+            confirm a way, or if the reference seems to compute something else.
         limit: Part of a row's largest output by which float32 may differ.
     """
 
-    def __init__(self, model: Any, reference: Callable[[], torch.Tensor], *, limit: float = LIMIT) -> None:
+    def __init__(
+        self,
+        model: Any,
+        reference: Callable[[], torch.Tensor],
+        *,
+        quick: Callable[[], torch.Tensor] | None = None,
+        limit: float = LIMIT,
+    ) -> None:
         self._model = model
         self.reference = reference
         """Also what computes the outputs of a model that was changed since."""
+        self._quick = quick
         self._limit = limit
         self._dtype: torch.dtype = model.dtype
         self.expected = reference()
-        self._exact: torch.Tensor | None = None
+        self._exact: dict[Callable[[], torch.Tensor], torch.Tensor] = {}
+        """What the reference, or the quick one, computes in float32."""
         self._fails_in_float32 = False
 
     def judge(self, compute: Callable[[], torch.Tensor]) -> Verdict:
@@ -67,26 +80,22 @@ class Trial:
             return _verdict(apart, self._limit, self._dtype)
         if apart <= NEAR:
             return _verdict(apart, NEAR, self._dtype)
-        exact_apart = self._exact_distance(compute)
-        if exact_apart is None or self._exact is None:
-            return _verdict(apart, HALF_LIMIT, self._dtype)
-        if not exact_apart <= self._limit:
-            return _verdict(exact_apart, self._limit, torch.float32)
-        own, other = (float((each - self._exact).norm()) for each in (self.expected, found))
-        times = other / own if own else float("inf")
-        name = _name(self._dtype)
-        text = f"{times:.1f} times as far from float32 as the reference in {name}, where {MAX_ROUNDING:g} is allowed"
-        return Verdict(times <= MAX_ROUNDING, text)
+        verdict = self._judge_exactly(compute, found)
+        return verdict or _verdict(apart, HALF_LIMIT, self._dtype)
 
-    def _exact_distance(self, compute: Callable[[], torch.Tensor]) -> float | None:
-        """How far outputs are from the reference in float32; None: the model does not run so."""
+    def _judge_exactly(self, compute: Callable[[], torch.Tensor], found: torch.Tensor) -> Verdict | None:
+        """The verdict of float32; None: the model does not run so."""
         if self._fails_in_float32:
             return None
         try:
             with in_float32(self._model):
-                if self._exact is None:
-                    self._exact = self.reference()
-                return 0.0 if compute is self.reference else distance(self._exact, compute())
+                actual = None if compute is self.reference else compute()
+                if self._quick is not None and actual is not None:
+                    verdict = self._verdict(self._compute_once(self._quick), actual, found)
+                    if verdict.is_right and verdict.times >= 1 / MAX_ROUNDING:
+                        return verdict
+                exact = self._compute_once(self.reference)
+                return self._verdict(exact, exact if actual is None else actual, found)
         except Exception as error:  # a model may insist on its dtype, or be too large
             if is_fatal(error):
                 raise
@@ -94,13 +103,29 @@ class Trial:
                 torch.cuda.empty_cache()
             self._fails_in_float32 = True
             logger.warning(
-                "the load trial compares in %s, as the model does not run in float32 (%s): outputs that differ by less "
-                "than %g of the largest pass for rounding; a right way that rounds more is refused, and costs speed",
+                "the probe at load compares in %s, as the model does not run in float32 (%s): what differs by less "
+                "than %g of the largest output passes for rounding, and a right way that rounds more is refused",
                 _name(self._dtype),
                 described(error),
                 HALF_LIMIT,
             )
             return None
+
+    def _compute_once(self, reference: Callable[[], torch.Tensor]) -> torch.Tensor:
+        if reference not in self._exact:
+            self._exact[reference] = reference()
+        return self._exact[reference]
+
+    def _verdict(self, exact: torch.Tensor, actual: torch.Tensor, found: torch.Tensor) -> Verdict:
+        """By what both ways compute in float32, and by how far both are from there in the served dtype."""
+        apart = distance(exact, actual)
+        if not apart <= self._limit:
+            return _verdict(apart, self._limit, torch.float32)
+        own, other = (float((each - exact).norm()) for each in (self.expected, found))
+        times = other / own if own else float("inf")
+        name = _name(self._dtype)
+        text = f"{times:.1f} times as far from float32 as the reference in {name}, where {MAX_ROUNDING:g} is allowed"
+        return Verdict(times <= MAX_ROUNDING, text, times)
 
 
 def distance(expected: torch.Tensor, found: torch.Tensor) -> float:
