@@ -45,7 +45,7 @@ class _Text(Fields):
 class _ToolUse(Fields):
     id: Annotated[str, annotated_types.MinLen(1)]
     name: Annotated[str, annotated_types.MinLen(1)]
-    input: Any
+    input: Any = None
 
 
 class _ToolResult(Fields):
@@ -55,7 +55,15 @@ class _ToolResult(Fields):
 
 
 class _Thinking(Fields):
-    thinking: str
+    thinking: str = ""
+
+
+class _PastMessage(_Message):
+    content: str | list[Any] = []
+
+
+class _PastText(_Text):
+    text: str = ""
 
 
 def read_messages(messages: list[Any], system: str | list[Any] | None) -> Conversation:
@@ -70,7 +78,7 @@ def read_messages(messages: list[Any], system: str | list[Any] | None) -> Conver
     for index, value in enumerate(messages):
         place = f"messages[{index}]"
         is_past = isinstance(value, dict) and value.get("role") == ASSISTANT
-        message = (parse_past if is_past else parse_at)(_Message, place, value)
+        message = parse_past(_PastMessage, place, value) if is_past else parse_at(_Message, place, value)
         if message.content == [] and not is_past:
             raise ApiError(400, f"{place}.content is empty", param=f"{place}.content", code="invalid_parameter")
         _read_content(conversation, message.role, place, message.content)
@@ -102,7 +110,7 @@ def _read_past(conversation: Conversation, place: str, block: dict[str, Any], me
     """A block of the assistant, of whatever server; those that this server has not are passed over."""
     kind = block["type"]
     if kind == "text":
-        conversation.add_text(ASSISTANT, parse_past(_Text, place, block).text, message)
+        conversation.add_text(ASSISTANT, parse_past(_PastText, place, block).text, message)
     elif kind == "tool_use":
         use = parse_past(_ToolUse, place, block)
         arguments = use.input if isinstance(use.input, str) else json.dumps(use.input, ensure_ascii=False)

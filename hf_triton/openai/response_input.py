@@ -32,18 +32,22 @@ class _Message(Fields):
     content: str | list[Any]
 
 
+class _PastMessage(_Message):
+    content: str | list[Any] = []
+
+
 class _Call(Fields):
     call_id: str
     name: str
     namespace: str | None = None
-    arguments: str
+    arguments: str = ""
 
 
 class _CustomCall(Fields):
     call_id: str
     name: str
     namespace: str | None = None
-    input: str
+    input: str = ""
 
 
 class _CallOutput(Fields):
@@ -93,7 +97,7 @@ def read_input(
 def _read_item(conversation: Conversation, tools: ResponseTools, place: str, item: object) -> None:
     kind = item.get("type", "message") if isinstance(item, dict) else "message"
     if kind == "message" and isinstance(item, dict) and item.get("role") == ASSISTANT:
-        for text in _past_texts(parse_past(_Message, place, item).content):
+        for text in _past_texts(parse_past(_PastMessage, place, item).content):
             conversation.add_text(ASSISTANT, text, place)
     elif kind == "message":
         message = parse_at(_Message, place, item)

@@ -98,7 +98,8 @@ def _log_hosted(kind: str) -> None:
 
 def _read_tool(name: str, tool: object) -> dict[str, Any]:
     if not isinstance(tool, dict) or tool.get("type") != CUSTOM:
-        return _function_object(name, _Tool, tool)
+        read = _function_object(name, _Tool, tool)
+        return read | {"function": {field: given for field, given in read["function"].items() if given is not None}}
     custom = _checked(f"{name}.{CUSTOM}", CustomTool, tool.get(CUSTOM))
     try:
         format_of(custom)
@@ -266,7 +267,7 @@ class Chat:
     """A checked conversation, in the form that templates expect."""
 
     messages: tuple[dict[str, Any], ...]
-    """Content is a string, the arguments of tool calls are objects, nothing is None."""
+    """Content is a string in each, the arguments of tool calls are objects, nothing is None."""
     tools: tuple[dict[str, Any], ...] | None
     """The tools that the model may call, or has to, custom ones as functions."""
     template_kwargs: Mapping[str, Any]
@@ -315,7 +316,7 @@ def parse_chat(messages: str | Sequence[str], options: Mapping[str, object], max
     tools, choice = allowed_tools(functions, checked.tool_choice or "auto")
     is_parallel = checked.parallel_tool_calls is not False
     return Chat(
-        conversation,
+        tuple(message if "content" in message else message | {"content": ""} for message in conversation),
         None if choice == "none" or not tools else tuple(tools),
         (checked.chat_template_kwargs or {}) | effort,
         add_generation_prompt=not continues if starts is None else starts,

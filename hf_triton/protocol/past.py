@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Assistant messages of earlier turns, as any server has returned them: no client can repair what a model has said.
 
-Fields that say nothing to a chat template are left out; the others get the names and forms that templates read.
+Fields that say nothing to a chat template are left out; the others get the names and forms that templates read. Null is
+as good as leaving a field out.
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ def _read_call(call: object) -> object:
     if not isinstance(function, dict):
         return call
     read = {name: function[name] for name in function if name in ("name", "arguments")}
+    call.setdefault("type", "function")
     return call | {"function": read | {"arguments": read_arguments(function.get("arguments"))}}
 
 
@@ -96,7 +98,9 @@ def read_arguments(arguments: object) -> Any:
         try:
             read = parse_json(arguments)
         except ValueError:
-            read = None
+            return {INVALID_JSON: arguments}
+        if read is None:
+            return {}
         return read if isinstance(read, dict) and not is_deep(read) else {INVALID_JSON: arguments}
     return arguments
 

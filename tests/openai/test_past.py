@@ -55,6 +55,7 @@ CHATS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         chat_answer(content=None, tool_calls=[CALL]),
         {
             "role": "assistant",
+            "content": "",
             "tool_calls": [{**RAN, "function": {"name": "get_weather", "arguments": {"city": "Boston"}}}],
         },
     ),
@@ -62,6 +63,7 @@ CHATS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         chat_answer(content=None, tool_calls=[CUT]),
         {
             "role": "assistant",
+            "content": "",
             "tool_calls": [
                 {**CUT, "function": {"name": "get_weather", "arguments": {"INVALID_JSON": '{"city": "Bos'}}},
             ],
@@ -157,6 +159,7 @@ ITEMS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
         [
             {
                 "role": "assistant",
+                "content": "",
                 "reasoning_content": "hm",
                 "tool_calls": [
                     {
@@ -196,6 +199,7 @@ BLOCKS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
         ],
         {
             "role": "assistant",
+            "content": "",
             "reasoning_content": "hm",
             "tool_calls": [
                 {
@@ -291,6 +295,48 @@ def test_a_message_of_anthropic_is_taken_back(gateway: GatewayThread, case: str,
 def test_an_empty_answer_of_anthropic_is_taken_back() -> None:
     turns = read_messages([HELLO, {"role": "assistant", "content": []}, HELLO], None).messages()
     assert [turn["role"] for turn in turns] == ["user"]
+
+
+def test_null_of_anthropic_is_a_field_left_out() -> None:
+    blocks = [
+        {"type": "thinking", "thinking": None, "signature": None},
+        {"type": "text", "text": None},
+        {"type": "tool_use", "id": "toolu_1", "name": "f", "input": None},
+    ]
+    sent = [HELLO, {"role": "assistant", "content": blocks}, HELLO, {"role": "assistant", "content": None}]
+    [_, turn, _] = read(read_messages(sent, None).messages())
+    assert (turn["content"], turn["tool_calls"][0]["function"]) == ("", {"name": "f", "arguments": {}})
+
+
+def test_null_of_openai_is_a_field_left_out() -> None:
+    items: list[dict[str, Any]] = [
+        {"type": "function_call", "call_id": "call_1", "name": "f", "arguments": None},
+        {"type": "reasoning", "content": None, "summary": None},
+        {"type": "message", "role": "assistant", "content": None},
+    ]
+    [_, turn] = read(read_input([HELLO, *items], None, ResponseTools()).messages())
+    assert (turn["content"], turn["tool_calls"][0]["function"]) == ("", {"name": "f", "arguments": {}})
+
+
+def test_history_means_the_same_in_all_its_forms(agents: GatewayThread) -> None:
+    """The template of `writes` needs a content in each message, drops developers, and writes no calls."""
+
+    def num_tokens(*messages: dict[str, Any]) -> int:
+        body = {"model": "writes", "messages": messages, "max_tokens": 1}
+        answer = httpx.post(f"{agents.url}/v1/chat/completions", json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+        count: int = answer.json()["usage"]["prompt_tokens"]
+        return count
+
+    result = {"role": "tool", "tool_call_id": CALL["id"], "content": "rain"}
+    last = {"role": "user", "content": "say:</think>x"}
+    called = [{"content": None}, {}, {"content": ""}]
+    counts = {num_tokens(last, {"role": "assistant", "tool_calls": [CALL], **given}, result, last) for given in called}
+    assert len(counts) == 1
+    assert counts.pop() > num_tokens(last, {"role": "assistant", "content": None}, result, last)
+    assert num_tokens(last, {"role": "assistant", "content": None, "reasoning_content": "hm"}, last) > 0
+    developers = [{"role": role, "content": "Be brief."} for role in ("system", "developer")]
+    assert len({num_tokens(developer, last) for developer in developers}) == 1
 
 
 @pytest.mark.parametrize("arguments", ['{"city": "Bos', "", 5], ids=str)

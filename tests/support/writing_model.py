@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model that writes what the prompt tells it to: `say:...` in the last message; its template tells tool calls."""
+"""A model that writes what the prompt tells it to: `say:...` in the last message; its template tells tool calls.
 
-CHATML = """{%- for message in messages -%}
+As Qwen3's, the template needs a content in each message, and drops the role `developer`.
+"""
+
+CHATML = """{%- for message in messages if message.role in ('system', 'user', 'assistant', 'tool') -%}
 <|im_start|>{{ message.role }}
-{{ message.content }}<|im_end|>
+{{ '' + message.content }}<|im_end|>
 {% endfor %}{% if tools %}<tool_call></tool_call>{% endif %}
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% if enable_thinking is not defined or enable_thinking %}<think>

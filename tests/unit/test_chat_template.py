@@ -132,14 +132,14 @@ def random_text(source: random.Random) -> str:
     return "".join(source.choice(WORDS) for _ in range(source.randint(0, 6)))
 
 
-def random_conversation(source: random.Random) -> list[dict[str, Any]]:
+def random_conversation(source: random.Random, *, has_calls: bool) -> list[dict[str, Any]]:
     """User and assistant in turn, sometimes a system message, tool calls and their results, and reasoning."""
     conversation: list[dict[str, Any]] = [{"role": "user", "content": random_text(source)}]
     for number in range(source.randint(0, 4)):
         answer: dict[str, Any] = {"role": "assistant", "content": random_text(source)}
         if source.random() < 0.3:
             answer["reasoning_content"] = random_text(source)
-        if source.random() < 0.3:
+        if has_calls and source.random() < 0.3:
             function = {"name": "weather", "arguments": {"city": random_text(source), "days": number}}
             answer["tool_calls"] = [{"id": f"call{number}", "type": "function", "function": function}] * 2
             conversation += [answer, {"role": "tool", "tool_call_id": f"call{number}", "content": random_text(source)}]
@@ -147,7 +147,7 @@ def random_conversation(source: random.Random) -> list[dict[str, Any]]:
             conversation += [answer, {"role": "user", "content": random_text(source)}]
     if source.random() < 0.3:
         conversation.insert(0, {"role": "system", "content": random_text(source)})
-    return conversation[: source.randint(1, len(conversation))]
+    return conversation[: source.randint(1 + (conversation[0]["role"] == "system"), len(conversation))]
 
 
 def random_options(source: random.Random, template: str, conversation: list[dict[str, Any]]) -> dict[str, Any]:
@@ -192,7 +192,7 @@ def test_random_chats_give_the_tokens_that_transformers_gives(name: str) -> None
     tokenizer, source, num_rendered = build_tokenizer(TEMPLATES[name]), random.Random(0), 0
     ours = ChatTemplate(tokenizer, None, MAX_BYTES)
     for _ in range(300):
-        conversation = random_conversation(source)
+        conversation = random_conversation(source, has_calls=name == "tools")
         options, kwargs = random_options(source, name, conversation), random_kwargs(source, name)
         chat = parse_chat(json.dumps(conversation), options | {"chat_template_kwargs": json.dumps(kwargs)}, MAX_BYTES)
         encode = partial(tokenizer.apply_chat_template, conversation, return_dict=False, **options, **kwargs)
@@ -231,7 +231,7 @@ def test_template_arguments_reach_the_template() -> None:
 
 
 GRANITE = "{{ messages[0].content }}{% if thinking %} Think.{% endif %}"
-BOTH = "{{ enable_thinking }} {{ reasoning_effort }}"
+BOTH = "{{ messages[0].content }}{{ enable_thinking }} {{ reasoning_effort }}"
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def test_thinking_is_switched_by_the_variable_that_the_template_reads(
 def test_a_text_reaches_a_template_that_reads_parts_alone() -> None:
     system = {"role": "system", "content": [{"type": "text", "text": "Be"}, {"type": "text", "text": "kind"}]}
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
-    assert render(PARTS_ALONE, system, HI, call) == "system:Be\nkind;user:hi;assistant:;"
+    assert render(PARTS_ALONE, system, HI, call) == 'system:Be\nkind;user:hi;assistant:{"name": "f", "arguments": {}};'
 
 
 @pytest.mark.parametrize(
@@ -278,11 +278,14 @@ def test_templates_saved_with_a_checkpoint_are_found(tmp_path: Path) -> None:
     one = AutoTokenizer.from_pretrained(build_tiny_checkpoint(tmp_path / "one", "llama", chat_template=CHATML))
     chat = parse_chat(json.dumps([HI]), {}, MAX_BYTES)
     assert ChatTemplate(one, None, MAX_BYTES).render(chat) == render(CHATML, HI)
-    one.chat_template = {"default": "plain", "tool_use": "{{ tools | length }}"}
+    one.chat_template = {
+        "default": "{{ messages[0].content }}",
+        "tool_use": "{{ messages[0].content, tools | length }}",
+    }
     one.save_pretrained(tmp_path / "two")
     two = ChatTemplate(AutoTokenizer.from_pretrained(tmp_path / "two"), None, MAX_BYTES)
-    assert two.render(chat) == "plain"
-    assert two.render(parse_chat(json.dumps([HI]), {"tools": [TOOL]}, MAX_BYTES)) == "1"
+    assert two.render(chat) == "hi"
+    assert two.render(parse_chat(json.dumps([HI]), {"tools": [TOOL]}, MAX_BYTES)) == "('hi', 1)"
 
 
 def test_chats_are_rendered_from_several_threads() -> None:
@@ -353,9 +356,9 @@ CANNOT: dict[str, tuple[str, str]] = {
     "division": ("{{ 1 / 0 }}", "(ZeroDivisionError: division by zero)"),
     "endless recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "(RecursionError: "),
     "a range of billions": ("{% for i in range(10 ** 9) %}{% endfor %}", "(OverflowError: Range too big."),
-    "half a character": ("{{ '\\ud83e' }}", "renders a prompt that is not UTF-8"),
+    "half a character": ("{{ messages[0].content + '\\ud83e' }}", "renders a prompt that is not UTF-8"),
     "megabytes": (
-        "{{ 'x' * 1000001 }}",
+        "{{ messages[0].content + 'x' * 999999 }}",
         "context_exceeded: the chat template renders messages as 1000001 bytes, more th",
     ),
     "a refusal of megabytes": ("{{ raise_exception('no ' * 1000000) }}", "chat template rejects this: no no no"),
@@ -373,8 +376,9 @@ def test_a_template_that_fails_fails_the_request_alone(case: str) -> None:
 
 def test_a_message_that_the_template_drops_cannot_go_on() -> None:
     template = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
-    sentence = rejection(template, HI, ANSWER, continue_final_message=True)
-    assert "continue_final_message is set but the final message does not appear" in sentence
+    assert "messages[1] of role 'assistant' would be lost" in rejection(
+        template, HI, ANSWER, continue_final_message=True
+    )
 
 
 def test_tools_are_refused_where_the_template_does_not_read_them() -> None:
@@ -436,10 +440,10 @@ def test_a_tokenizers_own_special_tokens_cannot_be_set() -> None:
     tokenizer = build(
         tokenizer_object=build_tokenizer(None).backend_tokenizer, extra_special_tokens={"image_token": END}
     )
-    tokenizer.chat_template = "{{ image_token }}"
-    assert ChatTemplate(tokenizer, None, MAX_BYTES).render(parse_chat(json.dumps([HI]), {}, MAX_BYTES)) == END
+    tokenizer.chat_template = "{{ messages[0].content }}{{ image_token }}"
+    assert ChatTemplate(tokenizer, None, MAX_BYTES).render(parse_chat(json.dumps([HI]), {}, MAX_BYTES)) == f"hi{END}"
     chat = parse_chat(json.dumps([HI]), {"chat_template_kwargs": {"image_token": BOS}}, MAX_BYTES)
-    assert ChatTemplate(tokenizer, None, MAX_BYTES).render(chat) == END
+    assert ChatTemplate(tokenizer, None, MAX_BYTES).render(chat) == f"hi{END}"
 
 
 def test_everything_that_is_not_the_templates_to_read_is_reserved() -> None:
@@ -456,8 +460,8 @@ def test_everything_that_is_not_the_templates_to_read_is_reserved() -> None:
 
 
 def test_documents_are_the_clients_to_give() -> None:
-    template = "{% for each in documents %}{{ each.text }}{% endfor %}"
-    assert render(template, HI, chat_template_kwargs={"documents": [{"text": "one"}]}) == "one"
+    template = "{% for each in documents %}{{ each.text }}{% endfor %} {{ messages[0].content }}"
+    assert render(template, HI, chat_template_kwargs={"documents": [{"text": "one"}]}) == "one hi"
     assert "TypeError" in rejection(template, HI, chat_template_kwargs={"documents": [1]})
 
 
@@ -541,7 +545,7 @@ def test_a_hostile_template_reaches_neither_files_nor_the_environment(
     monkeypatch.setenv("HF_TOKEN", "hf_very_secret")
     file = tmp_path / "touched"
     try:
-        text = render(template.replace("FILE", str(file)))
+        text = render("{{ messages[0].content }}" + template.replace("FILE", str(file)))
     except RequestError as error:
         text = str(error)
         assert "cannot render this (" in text

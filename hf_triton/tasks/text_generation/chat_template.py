@@ -23,10 +23,10 @@ from hf_triton.errors import RequestError, SettingsError, clip
 from hf_triton.protocol.chat import RESERVED, Chat
 from hf_triton.protocol.names import MESSAGES
 from hf_triton.protocol.thinking import SWITCHES, switched, unread
+from hf_triton.tasks.text_generation.form_finder import FormFinder, names_role
 
 MAX_TEMPLATE_ERROR: Final = 300  # characters of a template's own error message
 MAX_LOGGED: Final = 100  # names of variables
-PROBE: Final = "probe"
 ROLES: Final = "system", "developer", "user", "assistant", "tool", "function"
 """Those of OpenAI's API."""
 
@@ -46,42 +46,28 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._text = text
         self._max_bytes = max_bytes
-        self._needs_parts = lru_cache(self._probe_parts)
+        self._finder = FormFinder(tokenizer)
         self._unread: set[str] = set()
 
     def render(self, chat: Chat) -> str:
         """The prompt, to be tokenized without adding special tokens: the template writes them all.
 
         Raises:
-            RequestError: The model has no template, or the template rejects the chat, ignores its tools or renders too
-                much.
+            RequestError: The model has no template, or the template rejects the chat, ignores its tools, drops a part
+                of the conversation or renders too much.
         """
         template = self._choose(chat)
         _check_roles(chat.messages, template)
-        messages = list(chat.messages)
-        if self._needs_parts(template):
-            messages = [_with_parts(message) for message in messages]
-        arguments = {
-            "tools": None if chat.tools is None else list(chat.tools),
-            "add_generation_prompt": chat.add_generation_prompt,
-            "continue_final_message": chat.continue_final_message,
-            **self._read_arguments(chat, template),
-        }
-        try:
-            text = self._apply(template, messages, **arguments)
-        except Exception as error:  # a template is a program and may raise anything
-            if (moved := _late_systems_as_user(chat.messages)) is None:
-                raise _render_error(error) from None
-            messages = [_with_parts(message) for message in moved] if self._needs_parts(template) else moved
+        variables = self._read_variables(chat, template)
+        forms = self._finder.forms(chat, template, variables)
+        for form in forms:
             try:
-                text = self._apply(template, messages, **arguments)
-            except Exception as remaining:
-                raise _render_error(remaining) from None
+                text = self._finder.write(chat, template, variables, form, continues=chat.continue_final_message)
+                break
+            except Exception as error:  # a template is a program and may raise anything
+                if form is forms[-1]:
+                    raise _render_error(error) from None
         self._check_text(text)
-        return text
-
-    def _apply(self, template: str, messages: list[dict[str, Any]], **arguments: Any) -> str:
-        text: str = self._tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, **arguments)
         return text
 
     def _choose(self, chat: Chat) -> str:
@@ -119,7 +105,7 @@ class ChatTemplate:
         """Those of a template's variables that a request may set."""
         return names - RESERVED - set(self._tokenizer.special_tokens_map)
 
-    def _read_arguments(self, chat: Chat, template: str) -> dict[str, Any]:
+    def _read_variables(self, chat: Chat, template: str) -> dict[str, Any]:
         """The variables that the template reads; others are hints, which change no prompt.
 
         Raises:
@@ -156,51 +142,16 @@ class ChatTemplate:
                 "accepted (setting max_prompt_bytes)",
             )
 
-    def _probe_parts(self, template: str) -> bool:
-        """Whether a template reads content only as an array of parts, and would drop a string."""
-        message = {"role": "user", "content": PROBE}
-        return not self._shows(template, message) and self._shows(template, _with_parts(message))
-
-    def _shows(self, template: str, message: dict[str, Any]) -> bool:
-        try:
-            return PROBE in self._apply(template, [message])
-        except Exception:  # as above
-            return False
-
 
 def _check_roles(messages: Sequence[Mapping[str, Any]], template: str) -> None:
     """Refuse a role that neither OpenAI's API nor the template knows: many templates would write any word."""
     for index, role in enumerate(message["role"] for message in messages):
-        if role not in ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
+        if role not in ROLES and not names_role(template, role):
             raise RequestError(
                 "invalid_input",
                 f"{MESSAGES}[{index}].role must be {', '.join(ROLES)} or one that the model's chat template names, got "
                 f"{clip(role)}",
             )
-
-
-def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
-    """A message with its content as OpenAI's array of parts."""
-    return message | {"content": [{"type": "text", "text": message["content"]}]} if "content" in message else message
-
-
-def _late_systems_as_user(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]] | None:
-    """The messages with every system message that does not stand at the beginning as the user's; None: there is none.
-
-    Agents add instructions in the middle of a conversation, and many templates take them at its beginning alone.
-    """
-    moved: list[dict[str, Any]] = []
-    num_late = 0
-    for message in messages:
-        is_late = message["role"] == "system" and any(other["role"] != "system" for other in moved)
-        num_late += is_late
-        made = {**message, "role": "user"} if is_late else message
-        last = moved[-1] if moved else {}
-        if num_late and made["role"] == last.get("role") == "user":
-            moved[-1] = {**last, "content": f"{last.get('content', '')}\n\n{made.get('content', '')}"}
-        else:
-            moved.append(made)
-    return moved if num_late else None
 
 
 def _render_error(error: Exception) -> RequestError:
