@@ -57,6 +57,7 @@ class TritonRequest(InferenceRequest):
         self._headers = headers
         self._sender = request.get_response_sender()
         self._request = request
+        self._requested_outputs: list[str] = list(request.requested_output_names())
         poller.add(self)
 
     def release_inputs(self) -> None:
@@ -86,7 +87,7 @@ class TritonRequest(InferenceRequest):
 
     def requested_outputs(self) -> list[str]:
         """The outputs that the client names; all of them if it names none."""
-        return list(self._request.requested_output_names())
+        return self._requested_outputs
 
     def poll(self) -> bool:
         """Ask Triton whether the client cancelled. Returns whether to poll again."""
@@ -105,7 +106,7 @@ class TritonRequest(InferenceRequest):
             if self._is_answered:
                 return
             try:
-                self._sender.send(_response(outputs))
+                self._sender.send(self._response(outputs))
             except Exception as error:  # as in `_has_sent`
                 logger.error("a response could not be sent: %s", where(error))
                 self._is_cancelled = True
@@ -113,13 +114,25 @@ class TritonRequest(InferenceRequest):
 
     def answer(self, outputs: Mapping[str, npt.NDArray[Any]], parameters: Mapping[str, int] | None = None) -> None:
         """Send the final response; `parameters` are the response's own, see `takes_response_parameters`."""
-        self._send(_response(outputs, parameters), OK, sum(map(_num_bytes, outputs.values())))
+        self._send(self._response(outputs, parameters), OK, sum(map(_num_bytes, outputs.values())))
 
     def refuse(self, error: HfTritonError) -> None:
         """Send an error as the final response."""
         code: int = getattr(pb_utils.TritonError, error.triton_code)
         message = str(error).encode(errors="replace").decode()  # a folder's own error may not be UTF-8
         self._send(pb_utils.InferenceResponse([], error=pb_utils.TritonError(message, code)), error.code)
+
+    def _response(
+        self, outputs: Mapping[str, npt.NDArray[Any]], parameters: Mapping[str, int] | None = None
+    ) -> pb_utils.InferenceResponse:
+        """A response with the outputs that the client asked for, and no other.
+
+        Triton's stub (24.10) drops the others without Python's lock, which on Python 3.12 ends the process.
+        """
+        tensors = [pb_utils.Tensor(name, array) for name, array in outputs.items() if name in self._requested_outputs]
+        if not parameters:
+            return pb_utils.InferenceResponse(tensors)
+        return pb_utils.InferenceResponse(tensors, parameters=dict(parameters))
 
     def _send(self, response: pb_utils.InferenceResponse, outcome: str, num_bytes: int = 0) -> None:
         with self._lock:
@@ -185,15 +198,6 @@ def takes_response_parameters() -> bool:
     except TypeError:
         return False
     return True
-
-
-def _response(
-    outputs: Mapping[str, npt.NDArray[Any]], parameters: Mapping[str, int] | None = None
-) -> pb_utils.InferenceResponse:
-    tensors = [pb_utils.Tensor(name, array) for name, array in outputs.items()]
-    if not parameters:
-        return pb_utils.InferenceResponse(tensors)
-    return pb_utils.InferenceResponse(tensors, parameters=dict(parameters))
 
 
 def _num_bytes(array: npt.NDArray[Any]) -> int:

@@ -195,6 +195,21 @@ def test_a_failing_sender_does_not_stop_the_poller(make_call: Callable[[Request]
     assert broken.sender.num_asked == 1
 
 
+def test_outputs_that_were_not_asked_for_are_not_sent(make_call: Callable[[Request], Any]) -> None:
+    outputs = {name: np.array([1]) for name in ("text_output", "finish_reason", "num_output_tokens")}
+    request = Request(requested_outputs=["num_output_tokens", "finish_reason"])
+    call = make_call(request)
+    call.add(outputs)
+    call.add(text(b"alone"))
+    call.answer(outputs)
+    [first, empty], [last] = request.sender.parts, request.sender.sent
+    assert [[name for name, _ in sent] for sent in (first, empty, last)] == [
+        ["finish_reason", "num_output_tokens"],
+        [],
+        ["finish_reason", "num_output_tokens"],
+    ]
+
+
 @pytest.mark.parametrize(("timeout_us", "expected"), [(0, None), (1_500_000, 1.5)])
 def test_the_request_s_timeout_is_in_seconds(
     make_call: Callable[[Request], Any], timeout_us: int, expected: float | None
