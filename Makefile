@@ -5,6 +5,9 @@
 # The first Python that fits: the server's Python stub needs numpy below 2, which has wheels for 3.11 and 3.12.
 IS_FIT := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
 PYTHON ?= $(shell for p in python3 python3.12 python3.11; do $$p -c '$(IS_FIT)' 2>/dev/null && echo $$p && break; done)
+# The image's Python, on PATH or of pyenv, whose own python3.12 may not run.
+PYTHON312 ?= $(shell for p in python3.12 $$(ls -d $$(pyenv root 2>/dev/null)/versions/3.12*/bin/python3.12 2>/dev/null); do \
+  $$p -c 'import ensurepip, ssl, sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null && echo $$p && break; done)
 HTTP_PORT ?= 8000
 GRPC_PORT ?= 8001
 METRICS_PORT ?= 8002
@@ -22,15 +25,16 @@ define pytest
 	$(BIN)/pytest -m "serial and $(1)" $(TESTS) || test $$? -eq 5
 endef
 
-BIN := .venv/bin
+VENV := .venv
+BIN := $(VENV)/bin
 # uv installs faster than pip, and takes PyTorch for this machine; UV_TORCH_BACKEND=cpu is the small build, and `make UV= ...`
 # takes pip. Modules are compiled when they are imported, which halves the work.
 UV := $(shell command -v uv)
 export UV_TORCH_BACKEND ?= auto
 INSTALL := $(if $(UV),$(UV) pip install --python $(BIN)/python,$(BIN)/pip install --no-compile) --constraint constraints.txt --editable
 TORCH := $(if $(UV),uv takes PyTorch for this machine,without a GPU set PIP_EXTRA_INDEX_URL to PyTorch's CPU index: 1.5 GB in place of 6)
-SERVER := .venv/.server
-SETUP := .venv/.set-up
+SERVER := $(VENV)/.server
+SETUP := $(VENV)/.set-up
 PERF_ANALYZER := .venv/perf_analyzer/.set-up
 LITELLM := .venv/litellm/.set-up
 GENAI_PERF := .venv/genai_perf/.set-up
@@ -43,11 +47,11 @@ PROGRAMS := .venv/programs/.set-up
 RAY := .venv/ray/.set-up
 TRITON := .venv/triton/.set-up
 
-.PHONY: help setup ports serve test test-all test-clients bench soak check format docs lock test-gptq test-ray test-page \
+.PHONY: help setup ports serve test test-all test-quick test-python312 test-clients bench soak check format docs lock test-gptq test-ray test-page \
   test-container wheel clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "%-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(SETUP) ## Make .venv with everything in it
 
@@ -56,15 +60,15 @@ $(SERVER): pyproject.toml constraints.txt
 	@test ! -L .venv || { echo ".venv is a link: run make setup in the checkout that it belongs to" >&2; exit 1; }
 	@$(or $(PYTHON),false) -c '$(IS_FIT)' 2>/dev/null || \
 	  { echo "Python 3.11 or 3.12 is needed: install one, or say which: make PYTHON=/path/to/python3.12" >&2; exit 1; }
-	@echo "Setting up .venv with PyTorch and the server, which takes minutes ($(TORCH))."
-	@test -x $(BIN)/pip || $(PYTHON) -m venv --clear .venv
+	@echo "Setting up $(VENV) with PyTorch and the server, which takes minutes ($(TORCH))."
+	@test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
 	$(INSTALL) '.[server]'
 	@touch $@
 
 # What the tests need too.
 $(SETUP): $(SERVER)
 	$(INSTALL) '.[dev]'
-	@$(BIN)/python -W ignore -m compileall -q -j 0 .venv/lib > /dev/null || true  # here tests take warnings as errors
+	@$(BIN)/python -W ignore -m compileall -q -j 0 $(VENV)/lib > /dev/null || true  # here tests take warnings as errors
 	@touch $@
 
 # A set-up takes minutes: ports in use are told before it.
@@ -82,6 +86,13 @@ test: $(SETUP) $(PERF_ANALYZER) $(PROGRAMS) ## Run the tests; TESTS=tests/unit f
 
 test-all: $(SETUP) $(PERF_ANALYZER) $(PROGRAMS) $(TRITON) ## Run every test: all architectures, the simulated GPU, a short soak
 	$(call pytest,not container)
+
+test-python312: $(SETUP) $(PERF_ANALYZER) $(PROGRAMS) ## Run the tests of server and gateway on Python 3.12, if there is one (6 GB)
+	$(if $(PYTHON312),$(MAKE) VENV=.venv/python312 PYTHON=$(PYTHON312) TESTS="tests/server tests/openai" test-quick,\
+	  @echo "test-python312 is skipped: there is no Python 3.12 that runs; make test-python312 PYTHON312=/path/to/python3.12")
+
+test-quick: $(SETUP)
+	$(call pytest,not container and not full)
 
 # perf_analyzer comes in an older client wheel, and finds two libraries in the server's wheel.
 $(PERF_ANALYZER): $(SETUP)

@@ -37,6 +37,7 @@ from types import TracebackType
 from typing import Any, Final
 
 from hf_triton.errors import ServerError
+from hf_triton.scratch import ScratchFolder
 
 PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h: the signal a child gets when its parent dies
 DISTRIBUTION_LIBRARIES: Final = ("/usr/lib", "/lib")
@@ -56,6 +57,10 @@ GRPC_RESTRICTED: Final = "--grpc-restricted-protocol="
 ADMIN_APIS: Final = ("model-repository", "shared-memory", "trace", "logging")
 """What changes a server: loading (and the index), regions of shared memory, where Triton writes traces and logs."""
 ADMIN_HEADER: Final = "admin-key"
+SHARED_MEMORY: Final = Path("/dev/shm")
+"""Where the server and the processes of its models pass tensors to each other."""
+SCARCE_BYTES: Final = 64 << 20
+"""Docker's default for it: less free than this does for small requests alone."""
 OUTGOING_PORTS: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
@@ -289,6 +294,26 @@ def end_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
+def free_shared_memory() -> int:
+    """Free bytes of the shared memory; 0 if it cannot be known."""
+    try:
+        status = os.statvfs(SHARED_MEMORY)
+    except OSError:
+        return 0
+    return status.f_bavail * status.f_frsize
+
+
+def scarce_shared_memory() -> str | None:
+    """Say that the shared memory is scarce; None if it is not."""
+    free = free_shared_memory()
+    if free >= SCARCE_BYTES:
+        return None
+    return (
+        f"{SHARED_MEMORY} has {free / 2**20:.0f} MiB free, and what does not fit is refused (out_of_memory): give it 1 "
+        "GiB, by --shm-size=1g of Docker or an emptyDir of the medium Memory in Kubernetes"
+    )
+
+
 def describe_status(status: int) -> str:
     """How a process exited, for an error message; a negative status is a signal's."""
     return f"with status {status}" if status >= 0 else f"by signal {-status} ({signal.strsignal(-status)})"
@@ -364,7 +389,7 @@ class TritonServer:
         self._ready_timeout_s = ready_timeout_s
         self._exit_on_error = exit_on_error
         self._log = log
-        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+        self._scratch: ScratchFolder | None = None
         self.process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> TritonServer:
@@ -387,7 +412,7 @@ class TritonServer:
         Raises:
             ServerError: There is no tritonserver to start.
         """
-        self._scratch = tempfile.TemporaryDirectory(prefix="hf_triton_server_")
+        self._scratch = ScratchFolder("server")
         scratch = Path(self._scratch.name)
         installation = find_tritonserver(scratch)
         repositories = [
@@ -554,7 +579,7 @@ class TritonServer:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
-        for region in Path("/dev/shm").glob(f"{self._shm_prefix}*"):  # left by a killed server
+        for region in SHARED_MEMORY.glob(f"{self._shm_prefix}*"):  # left by a killed server
             region.unlink(missing_ok=True)
         if self._scratch is not None:
             self._scratch.cleanup()

@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -28,6 +27,7 @@ from hf_triton.hub.gguf import CHAT_TEMPLATE, check_gguf, find_gguf
 from hf_triton.hub.resolve import Hub
 from hf_triton.protocol.names import MODEL_SETTINGS
 from hf_triton.protocol.task_declaration import TaskDeclaration
+from hf_triton.scratch import ScratchFolder
 from hf_triton.settings import ModelSettings
 from hf_triton.stream_door.model import SUFFIX
 from hf_triton.tasks.registry import folder_task
@@ -50,7 +50,7 @@ def door_repository(repository: Path, taken: Collection[str]) -> Iterator[Path]:
     Yields:
         A folder that may be empty.
     """
-    with tempfile.TemporaryDirectory(prefix="hf_triton_doors_") as root:
+    with ScratchFolder("doors") as root:
         doors = {f"{name}{SUFFIX}" for name in folders_without_door(repository)}
         for door in doors.difference(taken):
             shutil.copytree(DOOR_FOLDER, Path(root) / door, ignore=shutil.ignore_patterns("__pycache__"))

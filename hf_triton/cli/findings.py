@@ -31,6 +31,7 @@ from hf_triton.hub.kind import find_task
 from hf_triton.hub.pretrained import gguf_of, is_quantized
 from hf_triton.hub.resolve import Hub
 from hf_triton.hub.spec import CheckpointSpec
+from hf_triton.server import scarce_shared_memory
 from hf_triton.settings import DoorSettings, ModelSettings
 from hf_triton.stream_door.model import other_folder
 
@@ -145,6 +146,8 @@ class FolderCheck:
             context_length(model_config, settings.max_context_length)
         with self._errors("device"):
             _check_devices(config)
+        if scarce := scarce_shared_memory():
+            self._add("shared memory", "warning", scarce)
         self._check_weights(checkpoint, model_config, settings, task, config)
         if task is not None and issubclass(task, Embeddings):
             with self._errors("modules"):

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.error
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from hf_triton.cli.gateway_options import as_arguments
 from hf_triton.errors import ServerError
 from hf_triton.openai.config import GatewayConfig
 from hf_triton.openai.triton_headers import read_headers
+from hf_triton.scratch import ScratchFolder
 from hf_triton.server import delayed_signals, describe_log, describe_status, end_with_parent, open_local, read_log
 
 START_LIMIT_S: Final = 60.0
@@ -41,7 +41,7 @@ class GatewayProcess:
     def __init__(
         self, config: GatewayConfig, log: int | Path | None = None, headers: Mapping[str, str] | None = None
     ) -> None:
-        self._scratch = tempfile.TemporaryDirectory(prefix="hf_triton_gateway_")  # for this user alone
+        self._scratch = ScratchFolder("gateway")  # for this user alone
         self._kept_log = log
         self._log = Path(self._scratch.name) / "log" if log is None else log
         if headers:

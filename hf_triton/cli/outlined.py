@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from hf_triton.hub.pretrained import check_known, gguf_of, load_config, model_cl
 from hf_triton.hub.process import DownloadLimits, download
 from hf_triton.hub.resolve import Hub
 from hf_triton.hub.spec import CheckpointSpec
+from hf_triton.scratch import ScratchFolder
 from hf_triton.settings import ModelSettings
 
 
@@ -64,7 +64,7 @@ def outlined(model: str, given: Mapping[str, str]) -> Iterator[Outlined]:
             raise click.UsageError(f"{model} is a model repository: name one of its folders")
         else:
             settings = check_settings(model_settings(model, given)).settings
-        cache = stack.enter_context(tempfile.TemporaryDirectory(prefix="hf_triton_size_"))
+        cache = stack.enter_context(ScratchFolder("size"))
         folder = _find(path.resolve() if own else Path.cwd(), settings, Path(cache))
         name = settings.task or (None if gguf_of(folder, settings) else find_task(folder)) or "text-generation"
         from hf_triton.tasks.registry import task_class

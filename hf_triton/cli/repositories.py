@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Final
 
 import hf_triton
 from hf_triton.cli.folders import model_folders
+from hf_triton.scratch import ScratchFolder
 
 DEMO_NAME: Final = "demo"
 DEMO_CONFIG: Final = """backend: "python"
@@ -31,7 +31,7 @@ def served_repository(given: Path | None, excluded: Collection[str]) -> contextl
 @contextlib.contextmanager
 def _linked_repository(given: Path, excluded: Collection[str]) -> Iterator[Path]:
     """A temporary repository of links to the other folders."""
-    with tempfile.TemporaryDirectory(prefix="hf_triton_served_") as root:
+    with ScratchFolder("served") as root:
         for folder in model_folders(given):
             if folder.name not in excluded:
                 (Path(root) / folder.name).symlink_to(folder.resolve())
@@ -42,7 +42,7 @@ def _linked_repository(given: Path, excluded: Collection[str]) -> Iterator[Path]
 def demo_repository() -> Iterator[Path]:
     """A temporary repository with the demo folder."""
     checkpoint = Path(hf_triton.__file__).parent / "demo"
-    with tempfile.TemporaryDirectory(prefix="hf_triton_demo_") as root:
+    with ScratchFolder("demo") as root:
         folder = Path(root) / DEMO_NAME
         (folder / "1").mkdir(parents=True)
         (folder / "config.pbtxt").write_text(DEMO_CONFIG.format(checkpoint=checkpoint))

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from hf_triton.cli.folders import is_checkpoint, is_model_folder, load_folder_se
 from hf_triton.cli.model_folder import check_settings, folder_name, is_missing, model_settings, write_model_folder
 from hf_triton.cli.repositories import DEMO_NAME, demo_repository
 from hf_triton.errors import HfTritonError, HubError, SettingsError, clip
+from hf_triton.scratch import ScratchFolder
 from hf_triton.settings import ModelSettings
 
 
@@ -54,7 +54,7 @@ def model_repository(what: Sequence[str], settings: Mapping[str, str], *, stream
         HfTritonError: A model does not exist, cannot be downloaded, or has a wrong setting.
     """
     use_standard_cache()
-    with tempfile.TemporaryDirectory(prefix="hf_triton_served_") as root, contextlib.ExitStack() as stack:
+    with ScratchFolder("served") as root, contextlib.ExitStack() as stack:
         for word in what:
             path = Path(word).expanduser()
             if word == DEMO_NAME and not path.exists():

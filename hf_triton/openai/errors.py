@@ -54,6 +54,8 @@ DEFAULT_CODES: Final[Mapping[int, str]] = {
     415: "unsupported_media_type",
 }
 """Codes of errors that have none of their own, by status; below 500, otherwise `internal`."""
+SHARED_MEMORY_FULL: Final = "Failed to increase the shared memory pool"
+"""Triton's own words for a request that does not fit `/dev/shm`."""
 RETRY_AFTER_S: Final = 1
 UNREADABLE: Final = "There was an error parsing the body"
 """FastAPI's own words for a body whose JSON it fails to read for another reason than its syntax."""
@@ -231,6 +233,8 @@ def triton_error(message: str, names: Mapping[str, str], fields: Collection[str]
     if coded is None:
         if NOT_HEALTHY.search(message):
             return ApiError(503, "the model's process has ended: send the request again later", code="engine_failed")
+        if SHARED_MEMORY_FULL in message:
+            return out_of_shared_memory()
         sentence = (
             _REQUEST_ID.sub("", message).partition("\n")[0] if status < 500 else "the server failed on this request"
         )
@@ -238,6 +242,15 @@ def triton_error(message: str, names: Mapping[str, str], fields: Collection[str]
     code, sentence = coded[1], in_names(coded[2], names)
     return ApiError(
         STATUS.get(code, 500), sentence, param=named_field(sentence, fields), code=OPENAI_CODES.get(code, code)
+    )
+
+
+def out_of_shared_memory() -> ApiError:
+    """Neither a request nor its answer fits Triton's shared memory."""
+    return ApiError(
+        503,
+        "the server's shared memory is full: ask for less, send the request again later, or raise --shm-size",
+        code="out_of_memory",
     )
 
 

@@ -9,7 +9,6 @@ import math
 import os
 import ssl
 import sys
-import tempfile
 from functools import partial
 from typing import Any, Final
 
@@ -25,6 +24,7 @@ from hf_triton.openai.errors import ApiError
 from hf_triton.openai.http_rules import LINGER_S
 from hf_triton.openai.metrics import SHARED
 from hf_triton.openai.tls import ServerCertificate
+from hf_triton.scratch import ScratchFolder
 
 KEEP_ALIVE_S: Final = 75
 """How long an idle connection is kept."""
@@ -179,7 +179,7 @@ def run(config: GatewayConfig) -> None:
         ServerCertificate(config)
     settings = uvicorn_config(config)
     if config.workers > 1:
-        with tempfile.TemporaryDirectory(prefix="hf_triton_metrics_") as folder:
+        with ScratchFolder("metrics") as folder:
             os.environ[SHARED] = folder  # workers are processes of their own, which inherit it
             Multiprocess(settings, sockets=[settings.bind_socket()]).run()
     else:

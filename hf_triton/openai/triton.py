@@ -19,7 +19,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from hf_triton.errors import clip
 from hf_triton.openai.accounts import Tally, allows_model, check_model
 from hf_triton.openai.endpoint import Endpoint, wait_for_attempt
-from hf_triton.openai.errors import ApiError, load_reason, model_not_found, triton_error
+from hf_triton.openai.errors import ApiError, load_reason, model_not_found, out_of_shared_memory, triton_error
 from hf_triton.openai.hints import pass_over
 from hf_triton.openai.model_infos import ModelInfos
 from hf_triton.openai.on_demand import OnDemand, Use
@@ -316,13 +316,14 @@ class TritonModels:
         self._note_hints(generation)
         if folder.is_decoupled:  # such folders refuse ModelInfer
             responses = [response async for response in self._stream(folder, generation, timeout_s, is_stream=False)]
-            return responses[-1]
+            return _last(responses)
         message = infer_request(folder, generation, is_stream=False)
         await wait_for_attempt(self._channel)
         try:
-            return read_outputs(await self._stub.ModelInfer(message, timeout=timeout_s, metadata=self._call_headers()))
+            answer = await self._stub.ModelInfer(message, timeout=timeout_s, metadata=self._call_headers())
         except grpc.aio.AioRpcError as error:
             raise self._error(error, generation) from None
+        return _last([read_outputs(answer)])
 
     async def stream(self, generation: Generation) -> AsyncGenerator[Outputs]:
         """Start generating; the iterator gives the responses as they come. Closing it cancels the request.
@@ -440,6 +441,17 @@ _HTTP_STATUS: Final[Mapping[grpc.StatusCode, int]] = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: 400,
     grpc.StatusCode.UNAVAILABLE: 503,
 }
+
+
+def _last(responses: Sequence[Outputs]) -> Outputs:
+    """The outputs of the last response.
+
+    Raises:
+        ApiError: It has none: Triton 24.10 answers so for a response that it could not pass on.
+    """
+    if not (responses and responses[-1]):
+        raise out_of_shared_memory()
+    return responses[-1]
 
 
 def _check_task(folder: Folder, task: str) -> None:

@@ -40,6 +40,8 @@ class _Forwarded:
         self.request = request
         self.has_begun = False
         self.tried: set[Address] = set()
+        self.cancel: Callable[[], None] = lambda: None
+        """Tells the engine that has the request that it is cancelled."""
         self._request = partial(
             DoorRequest,
             inputs=request.inputs(),
@@ -64,8 +66,8 @@ class _Link:
         model_name: The engine's model, for messages.
         connected: The socket.
         address: Where it leads.
-        on_shutting_down: Called with a request that the engine, being unloaded, refused; returns whether another engine
-            takes it.
+        on_unserved: Called with a request that the engine, unloaded or ended, left without any response; returns
+            whether another engine takes it.
         on_close: Called when the connection has ended.
     """
 
@@ -74,13 +76,13 @@ class _Link:
         model_name: str,
         connected: socket.socket,
         address: Address,
-        on_shutting_down: Callable[[_Forwarded], bool],
+        on_unserved: Callable[[_Forwarded], bool],
         on_close: Callable[[_Link], None],
     ) -> None:
         self.address = address
         self.is_open = True
         self._model_name = model_name
-        self._on_shutting_down = on_shutting_down
+        self._on_unserved = on_unserved
         self._on_close = on_close
         self._lock = threading.Lock()
         self._open: dict[int, _Forwarded] = {}
@@ -101,10 +103,8 @@ class _Link:
             self._last_number += 1
             number = self._last_number
             self._open[number] = forwarded
+            forwarded.cancel = partial(self._cancel, number)
         self.connection.sender.put(partial(self._send, number, forwarded))
-        forwarded.request.on_ending(lambda _: self._cancel(number))  # after the request, which the engine must know
-        if number not in self._open:
-            forwarded.request.on_ending(None)
         return True
 
     def _cancel(self, number: int) -> None:
@@ -113,6 +113,8 @@ class _Link:
     def _send(self, number: int, forwarded: _Forwarded) -> None:
         try:
             self.connection.send(forwarded.message(number))
+            if forwarded.request.is_cancelled():  # before the engine knew the request
+                self._cancel(number)
         except MessageTooLargeError as error:
             self._refuse(number, RequestError("invalid_input", f"the request {error}: split it"))
         except Exception as error:  # out of memory; the engine does not know this request
@@ -132,6 +134,7 @@ class _Link:
                 parameters = read_parameters(message.get("parameters", {}))
                 self._deliver(number, partial(forwarded.request.answer, read_tensors(outputs), parameters))
                 self._forget(number)
+                forwarded.request.on_ending(None)
             case {"refuse": error}:
                 self._refuse(number, read_error(error))
 
@@ -150,10 +153,12 @@ class _Link:
         if forwarded is None:
             return
         try:
-            if error.code == "shutting_down" and not forwarded.has_begun and self._on_shutting_down(forwarded):
+            is_unserved = not self.is_open or error.code == "shutting_down"
+            if is_unserved and not forwarded.has_begun and self._on_unserved(forwarded):
                 return
         except Exception as failure:  # no thread or no socket is available
             logger.error("forwarding a refused request failed: %s", where(failure))
+        forwarded.request.on_ending(None)
         try:
             forwarded.request.refuse(error)
         except Exception as failure:  # shared memory is full even for an error; other requests must still be answered
@@ -161,10 +166,7 @@ class _Link:
 
     def _forget(self, number: int) -> _Forwarded | None:
         with self._lock:
-            forwarded = self._open.pop(number, None)
-        if forwarded is not None:
-            forwarded.request.on_ending(None)
-        return forwarded
+            return self._open.pop(number, None)
 
     def _close(self) -> None:
         with self._lock:
@@ -193,6 +195,7 @@ class Engines:
         self._model_name = model_name
         self._links: dict[Address, _Link] = {}
         self._lock = threading.Lock()
+        self._is_closed = False
 
     def submit(self, request: InferenceRequest, config: ResponseConfig) -> None:
         """Forward a request and return at once; it is answered in another thread.
@@ -201,7 +204,10 @@ class Engines:
             UnavailableError: There is no engine.
             RequestError: The request's parameters cannot be read.
         """
-        if not self._forward(_Forwarded(request, config)):
+        forwarded = _Forwarded(request, config)
+        request.on_ending(lambda _: forwarded.cancel())
+        if not self._forward(forwarded):
+            request.on_ending(None)
             raise UnavailableError(
                 "not_loaded",
                 f"the model {self._model_name}, which this folder streams from, is not loaded (yet): load it, or send "
@@ -215,6 +221,7 @@ class Engines:
     def close(self) -> None:
         """End the connections; requests in flight are refused."""
         with self._lock:
+            self._is_closed = True
             links = list(self._links.values())
         for link in links:
             link.connection.close()
@@ -238,7 +245,7 @@ class Engines:
 
     def _link(self, address: Address) -> _Link | None:
         link = self._links.get(address)
-        if link is None and (connected := _connect(address)) is not None:
+        if link is None and not self._is_closed and (connected := _connect(address)) is not None:
             link = _Link(self._model_name, connected, address, self._forward, self._forget)
             self._links[address] = link
         return link if link is not None and link.is_open else None

@@ -104,11 +104,11 @@ class RemoteRequest(InferenceRequest):
         self._finish(frame({"id": self._number, "refuse": pack_error(error)}), error.code)
 
     def _finish(self, framed: bytes, outcome: str) -> None:
-        """Send the final response, once."""
+        """Send the final response, once. Until it is sent, the request is open: `DoorServer.drain` waits for it."""
         if self._end():
+            self._peer.connection.send_framed(framed)
             self._peer.forget(self._number)
             self._note_answer(outcome)
-            self._peer.connection.send_framed(framed)
 
     def _end(self) -> bool:
         """Claim the final response; only the first caller may send it."""

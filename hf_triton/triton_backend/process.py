@@ -22,7 +22,7 @@ from typing import Final
 import triton_python_backend_utils as pb_utils
 
 from hf_triton.errors import OneLineFormatter
-from hf_triton.server import STARTED_IN
+from hf_triton.server import STARTED_IN, scarce_shared_memory
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +48,8 @@ def loading_process(model_name: str) -> Iterator[None]:
     watch = _Watch(model_name)
     watch.start()
     _send_logs_to_triton(model_name)
+    if scarce := scarce_shared_memory():
+        logger.warning("%s", scarce)
     try:
         yield
         watch.end_if_given_up()

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from typing import Any, Final
 
 import numpy as np
@@ -24,14 +24,11 @@ from hf_triton.tasks.metrics import OK
 from hf_triton.tasks.request import InferenceRequest
 from hf_triton.triton_backend.cancellation import RequestPoller
 from hf_triton.triton_backend.forwarded_headers import ForwardedHeaders
+from hf_triton.triton_backend.shared_memory import room_for
 
 logger = logging.getLogger(__name__)
 
-SHARED_MEMORY: Final = "/dev/shm"
-"""Where Triton and its Python processes pass tensors to each other."""
 NO_HEADERS: Final = ForwardedHeaders()
-AMPLE_BYTES: Final = 32 * 2**20
-"""Shared-memory headroom above which a response is assumed to fit."""
 
 
 class TritonRequest(InferenceRequest):
@@ -57,6 +54,7 @@ class TritonRequest(InferenceRequest):
         self._headers = headers
         self._sender = request.get_response_sender()
         self._request = request
+        self._requested_outputs: list[str] = list(request.requested_output_names())
         poller.add(self)
 
     def release_inputs(self) -> None:
@@ -86,7 +84,7 @@ class TritonRequest(InferenceRequest):
 
     def requested_outputs(self) -> list[str]:
         """The outputs that the client names; all of them if it names none."""
-        return list(self._request.requested_output_names())
+        return self._requested_outputs
 
     def poll(self) -> bool:
         """Ask Triton whether the client cancelled. Returns whether to poll again."""
@@ -105,21 +103,34 @@ class TritonRequest(InferenceRequest):
             if self._is_answered:
                 return
             try:
-                self._sender.send(_response(outputs))
-            except Exception as error:  # as in `_has_sent`
+                self._sender.send(self._response(outputs))
+            except Exception as error:  # the shared memory is full
                 logger.error("a response could not be sent: %s", where(error))
                 self._is_cancelled = True
                 self._finish(_out_of_shared_memory(), "out_of_memory")
 
     def answer(self, outputs: Mapping[str, npt.NDArray[Any]], parameters: Mapping[str, int] | None = None) -> None:
         """Send the final response; `parameters` are the response's own, see `takes_response_parameters`."""
-        self._send(_response(outputs, parameters), OK, sum(map(_num_bytes, outputs.values())))
+        num_bytes = sum(_num_bytes(array) for name, array in outputs.items() if name in self._requested_outputs)
+        self._send(self._response(outputs, parameters), OK, num_bytes)
 
     def refuse(self, error: HfTritonError) -> None:
         """Send an error as the final response."""
         code: int = getattr(pb_utils.TritonError, error.triton_code)
         message = str(error).encode(errors="replace").decode()  # a folder's own error may not be UTF-8
         self._send(pb_utils.InferenceResponse([], error=pb_utils.TritonError(message, code)), error.code)
+
+    def _response(
+        self, outputs: Mapping[str, npt.NDArray[Any]], parameters: Mapping[str, int] | None = None
+    ) -> pb_utils.InferenceResponse:
+        """A response with the outputs that the client asked for, and no other.
+
+        Triton's stub (24.10) drops the others without Python's lock, which on Python 3.12 ends the process.
+        """
+        tensors = [pb_utils.Tensor(name, array) for name, array in outputs.items() if name in self._requested_outputs]
+        if not parameters:
+            return pb_utils.InferenceResponse(tensors)
+        return pb_utils.InferenceResponse(tensors, parameters=dict(parameters))
 
     def _send(self, response: pb_utils.InferenceResponse, outcome: str, num_bytes: int = 0) -> None:
         with self._lock:
@@ -129,28 +140,19 @@ class TritonRequest(InferenceRequest):
     def _finish(self, response: pb_utils.InferenceResponse, outcome: str, num_bytes: int = 0) -> None:
         """Send the final response; the lock is held. Raises nothing.
 
-        A sender that fails to send a response with the FINAL flag takes no other one, and its client waits for ever.
-        So if the response may not fit the shared memory, the flag is sent by itself: after an error in a decoupled
-        folder; in others, which may try one response only, Triton reports that there was none (500).
+        It is one send, with the FINAL flag: Triton 24.10 dies of a flag by itself if the client of a response before it
+        has cancelled over gRPC. A sender that fails takes no other one, so what may not fit is not tried.
         """
         self._is_answered = True
-        is_ample = _has_room(num_bytes)
-        final = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-        if not self._has_sent(partial(self._sender.send, response, flags=final if is_ample else 0)):
-            outcome = "out_of_memory"
-            self._has_sent(partial(self._sender.send, _out_of_shared_memory()))
-        if not is_ample:
-            self._has_sent(partial(self._sender.send, flags=final))
+        with room_for(num_bytes) as fits:
+            if not fits and num_bytes:
+                response, outcome = _out_of_shared_memory(), "out_of_memory"
+            try:
+                self._sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+            except Exception as error:  # the shared memory was filled meanwhile
+                logger.error("the final response could not be sent: %s", where(error))
+                outcome = "out_of_memory"
         self._note_answer(outcome)
-
-    @staticmethod
-    def _has_sent(send: Callable[[], None]) -> bool:
-        try:
-            send()
-        except Exception as error:  # the shared memory is full
-            logger.error("the final response could not be sent: %s", where(error))
-            return False
-        return True
 
     def __del__(self) -> None:
         if not getattr(self, "_is_answered", True):
@@ -187,27 +189,9 @@ def takes_response_parameters() -> bool:
     return True
 
 
-def _response(
-    outputs: Mapping[str, npt.NDArray[Any]], parameters: Mapping[str, int] | None = None
-) -> pb_utils.InferenceResponse:
-    tensors = [pb_utils.Tensor(name, array) for name, array in outputs.items()]
-    if not parameters:
-        return pb_utils.InferenceResponse(tensors)
-    return pb_utils.InferenceResponse(tensors, parameters=dict(parameters))
-
-
 def _num_bytes(array: npt.NDArray[Any]) -> int:
     """Shared memory that an output takes."""
     return sum(4 + len(element) for element in array.flat) if array.dtype == np.object_ else array.nbytes
-
-
-def _has_room(num_bytes: int) -> bool:
-    """Whether the server's shared memory certainly has room for so many bytes."""
-    try:
-        free = os.statvfs(SHARED_MEMORY)
-    except OSError:
-        return False
-    return free.f_bavail * free.f_frsize >= num_bytes + AMPLE_BYTES
 
 
 def _out_of_shared_memory() -> pb_utils.InferenceResponse:

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests free the shared memory between Triton and the stub early; containers have little of it."""
 
+import json
 import os
 import re
+import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -13,6 +16,7 @@ import pytest
 
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from tests.support.client import generate
+from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.full
 
@@ -69,3 +73,32 @@ def test_requests_that_wait_hold_none_of_it(server: TritonServer, folder: Path) 
         (folder / "1" / "go").touch()
         assert [reply.result().status for reply in replies] == [200] * NUM_REQUESTS
     assert taken < NUM_REQUESTS // 4 * MIB
+
+
+# --- clients that leave while there is little of it ------------------------------------------------------------------
+
+MANY = 500
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small /dev/shm")
+@pytest.mark.parametrize(("size_mib", "is_filled"), [(16, False), (30, True), (64, True)])
+def test_leaving_clients_end_no_server(tmp_path: Path, size_mib: int, is_filled: bool) -> None:
+    """Triton 24.10 dies of a final response in two sends whose client has cancelled."""
+    mount = f"mount -t tmpfs -o size={size_mib}m tmpfs /dev/shm"
+    module = [sys.executable, "-m", "tests.support.leaving_clients", str(tmp_path), str(MANY), str(int(is_filled))]
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", f'{mount} && exec "$@"', "sh", *module],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    seen = json.loads(done.stdout.splitlines()[-1])
+    assert seen["lives"]
+    assert seen["unanswered"] == 0
+    assert seen["left"] > 0
+    assert set(seen["statuses"]) <= {"200", "400", "200 out_of_memory", "503 out_of_memory"}
+    assert "could not be sent" not in seen["log"]
+    assert re.search(r"/dev/shm has \d+ MiB free, and what does not fit is refused", seen["log"])

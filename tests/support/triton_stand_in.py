@@ -47,13 +47,17 @@ class Sender:
 
 
 class Request:
-    def __init__(self, request_id: str = "") -> None:
+    def __init__(self, request_id: str = "", requested_outputs: Sequence[str] = ("text_output",)) -> None:
         self.sender = Sender()
         self.timeout_us = 0
+        self._requested_outputs = requested_outputs
         self._id = request_id
 
     def request_id(self) -> str:
         return self._id
+
+    def requested_output_names(self) -> Sequence[str]:
+        return self._requested_outputs
 
     def timeout(self) -> int:
         return self.timeout_us

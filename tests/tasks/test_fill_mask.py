@@ -89,6 +89,16 @@ def test_bad_masks_are_refused_in_a_sentence(
 # --- zero-shot -------------------------------------------------------------------------------------------------------
 
 
+def by_label(answers: Any) -> list[dict[str, Any]]:
+    """Answers whose labels have no order: the tokenizer is another in each run, and two labels may score alike."""
+    for answer in answers:
+        assert answer["scores"] == sorted(answer["scores"], reverse=True)
+    return [
+        {**answer, "labels": None, "scores": dict(zip(answer["labels"], answer["scores"], strict=True))}
+        for answer in answers
+    ]
+
+
 @pytest.mark.parametrize("multi_label", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_entailed_labels_equal_the_pipeline_s(
@@ -96,7 +106,8 @@ def test_entailed_labels_equal_the_pipeline_s(
 ) -> None:
     served, folder = serve(ZeroShotClassification, family, "sequence", **names(LABELS))
     options = {"candidate_labels": CANDIDATES, "multi_label": multi_label}
-    same(served.json(TEXTS, **options), reference(folder, "zero-shot-classification", TEXTS, **options))
+    expected = reference(folder, "zero-shot-classification", TEXTS, **options)
+    same(by_label(served.json(TEXTS, **options)), by_label(expected))
 
 
 def test_template_one_label_and_the_place_of_entailment(serve: Callable[..., tuple[Served, Path]]) -> None:
@@ -108,7 +119,8 @@ def test_template_one_label_and_the_place_of_entailment(serve: Callable[..., tup
             "hypothesis_template": "It is about {}, not more.",
             "multi_label": True,
         }
-        same(served.json(TEXTS, **options), reference(folder, "zero-shot-classification", TEXTS, **options))
+        expected = reference(folder, "zero-shot-classification", TEXTS, **options)
+        same(by_label(served.json(TEXTS, **options)), by_label(expected))
 
 
 @pytest.mark.parametrize("labels", ["bad, good,, München ", '["bad, good"]'])
@@ -116,7 +128,7 @@ def test_commas_part_labels_as_in_the_pipeline(labels: str, serve: Callable[...,
     served, folder = serve(ZeroShotClassification, "bert", "sequence", **names(LABELS))
     candidates = json.loads(labels) if labels.startswith("[") else labels
     expected = reference(folder, "zero-shot-classification", TEXTS, candidate_labels=candidates)
-    same(served.json(TEXTS, candidate_labels=labels), expected)
+    same(by_label(served.json(TEXTS, candidate_labels=labels)), by_label(expected))
 
 
 def test_tensors_have_a_label_and_a_score_each(serve: Callable[..., tuple[Served, Path]]) -> None:

@@ -74,3 +74,12 @@ def test_an_input_that_a_folder_has_not_is_named_in_the_clients_words() -> None:
         infer_request(Folder.from_config("minilm", config), request, is_stream=False)
     assert caught.value.message == "the model 'minilm' takes no image; its inputs are text, token_ids"
     assert (caught.value.status_code, caught.value.param) == (400, "input")
+
+
+def test_a_request_that_does_not_fit_shared_memory_is_503() -> None:
+    words = (
+        "Failed to increase the shared memory pool size for key 'a' to 3145728 bytes. Error: No space left on device"
+    )
+    error = triton_error(words, {}, (), 500)
+    assert (error.status_code, error.code) == (503, "out_of_memory")
+    assert "--shm-size" in error.message

@@ -147,11 +147,11 @@ def make_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engin
     engines = []
     pids = itertools.count(10_000_000)  # every instance is a process of its own
 
-    def make(version: int = 1, name: str = MODEL) -> Engine:
+    def make(version: int = 1, name: str = MODEL, kind: type[Engine] = Engine) -> Engine:
         with monkeypatch.context() as patch:
             patch.setattr(os, "getpid", lambda: next(pids))
             patch.setattr(address, "_remove_stale", lambda folder: None)  # these processes are nobody's
-            engines.append(Engine(version, name))
+            engines.append(kind(version, name))
         return engines[-1]
 
     yield make
@@ -401,6 +401,149 @@ def test_after_an_engine_s_death_the_next_one_takes_over(make_engine: Callable[.
     call = submit(engines, ClientCall())
     second.next_call().answer(texts(b"text"))
     assert call.wait() == [b"text"]
+
+
+def close_beside(engine: Engine) -> threading.Thread:
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    return closing
+
+
+def test_requests_of_a_connection_that_is_never_accepted_go_to_another_engine(
+    make_engine: Callable[..., Engine], engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = make_engine(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(DoorServer, "_accept", lambda door, listener: None)
+        closing = make_engine(2)
+    calls = [submit(engines, ClientCall()) for _ in range(3)]
+    closing.close()
+    for _ in calls:
+        other.next_call().answer(texts(b"text"))
+    assert [call.wait() for call in calls] == [[b"text"]] * 3
+
+
+def test_requests_that_a_closing_engine_has_not_read_go_to_another(
+    make_engine: Callable[..., Engine], engines: Engines
+) -> None:
+    other, closing = make_engine(1), make_engine(2)
+    has_first, goes_on = threading.Event(), threading.Event()
+
+    def hold(call: Any, outlet: ResponseConfig) -> None:
+        has_first.set()
+        assert goes_on.wait(SOON_S)
+
+    closing.door.take = hold  # in the thread that reads
+    calls = [submit(engines, ClientCall()) for _ in range(3)]
+    assert has_first.wait(SOON_S)
+    end = close_beside(closing)
+    for _ in calls:
+        other.next_call().answer(texts(b"text"))
+    assert [call.wait() for call in calls] == [[b"text"]] * 3
+    goes_on.set()
+    end.join(SOON_S)
+
+
+def test_an_engine_drains_until_its_refusals_are_sent(
+    make_engine: Callable[..., Engine], engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, closing = make_engine(1), make_engine(2)
+    sends, goes_on = threading.Event(), threading.Event()
+    send_framed = connection.Connection.send_framed
+
+    def hold(link: connection.Connection, framed: bytes) -> None:
+        if b"shutting_down" in framed:
+            sends.set()
+            assert goes_on.wait(SOON_S)
+        send_framed(link, framed)
+
+    monkeypatch.setattr(connection.Connection, "send_framed", hold)
+    closing.door.is_draining = True  # and its address is still there
+    call = submit(engines, ClientCall())
+    assert sends.wait(SOON_S)
+    assert [peer.num_open for peer in closing.door.all_peers()] == [1]
+    goes_on.set()
+    other.next_call().answer(texts(b"text"))
+    assert call.wait() == [b"text"]
+    closing.close()
+
+
+def test_a_begun_stream_of_an_engine_that_ends_is_not_forwarded_again(
+    make_engine: Callable[..., Engine], engines: Engines
+) -> None:
+    other, ending = make_engine(1), make_engine(2)
+    begun, waiting = submit(engines, ClientCall()), submit(engines, ClientCall())
+    ending.next_call().add(texts(b"begin"))
+    ending.next_call()
+    wait_for(lambda: begun.parts)
+    ending.vanish()
+    assert begun.wait().code == "engine_failed"
+    other.next_call().answer(texts(b"text"))
+    assert waiting.wait() == [b"text"]
+
+
+def test_a_request_is_tried_once_with_each_engine(make_engine: Callable[..., Engine], engines: Engines) -> None:
+    both = [make_engine(2), make_engine(1)]
+    call = submit(engines, ClientCall())
+    for each in both:
+        each.next_call()
+        each.vanish()
+    assert call.wait().code == "engine_failed"
+
+
+def test_a_door_that_is_closed_sends_nothing_on(make_engine: Callable[..., Engine], engines: Engines) -> None:
+    other, first = make_engine(1), make_engine(2)
+    call = submit(engines, ClientCall())
+    first.next_call()
+    engines.close()
+    assert call.wait().code == "engine_failed"
+    assert not other.calls
+
+
+def test_a_request_sent_on_can_be_cancelled(make_engine: Callable[..., Engine], engines: Engines) -> None:
+    other, ending = make_engine(1), make_engine(2)
+    call, cancelled = submit(engines, ClientCall()), submit(engines, ClientCall())
+    ending.next_call()
+    remote = ending.next_call()
+    cancelled.cancel()
+    wait_for(remote.is_cancelled)
+    ending.vanish()
+    first, second = other.next_call(), other.next_call()
+    wait_for(lambda: first.is_cancelled() != second.is_cancelled())
+    call.cancel()
+    wait_for(lambda: first.is_cancelled() and second.is_cancelled())
+
+
+@pytest.mark.parametrize("num_cycles", [10, pytest.param(100, marks=pytest.mark.full)])
+def test_no_request_is_lost_while_a_version_comes_and_goes(
+    num_cycles: int, make_engine: Callable[..., Engine], engines: Engines
+) -> None:
+    class Prompt(Engine):
+        def _take(self, call: Any, outlet: ResponseConfig) -> None:
+            call.answer(texts(b"text"))
+
+    stop = threading.Event()
+    outcomes: list[Any] = []
+
+    def ask() -> None:
+        while not stop.is_set():
+            outcomes.append(submit(engines, ClientCall()).wait())
+
+    make_engine(1, kind=Prompt)
+    clients = [threading.Thread(target=ask) for _ in range(8)]
+    for each in clients:
+        each.start()
+    for _ in range(num_cycles):
+        engine = make_engine(2, kind=Prompt)
+        wanted = len(outcomes) + 10
+        wait_for(lambda wanted=wanted: len(outcomes) > wanted)
+        engine.door.drain()
+        engine.door.close()
+    stop.set()
+    for each in clients:
+        each.join(SOON_S)
+    assert outcomes
+    assert all(outcome == [b"text"] for outcome in outcomes)
 
 
 def test_requests_spread_over_the_instances_of_the_highest_version(

@@ -5,7 +5,6 @@ import gc
 import importlib
 import json
 import logging
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ import numpy as np
 import pytest
 
 from hf_triton.errors import CancelledError, HfTritonError, RequestError, UnavailableError
+from hf_triton.triton_backend import shared_memory
 from hf_triton.triton_backend.cancellation import RequestPoller
 from tests.support.triton_stand_in import FINAL, Request, Response, Sender, response_before_25_02, stand_in
 
@@ -195,6 +195,21 @@ def test_a_failing_sender_does_not_stop_the_poller(make_call: Callable[[Request]
     assert broken.sender.num_asked == 1
 
 
+def test_outputs_that_were_not_asked_for_are_not_sent(make_call: Callable[[Request], Any]) -> None:
+    outputs = {name: np.array([1]) for name in ("text_output", "finish_reason", "num_output_tokens")}
+    request = Request(requested_outputs=["num_output_tokens", "finish_reason"])
+    call = make_call(request)
+    call.add(outputs)
+    call.add(text(b"alone"))
+    call.answer(outputs)
+    [first, empty], [last] = request.sender.parts, request.sender.sent
+    assert [[name for name, _ in sent] for sent in (first, empty, last)] == [
+        ["finish_reason", "num_output_tokens"],
+        [],
+        ["finish_reason", "num_output_tokens"],
+    ]
+
+
 @pytest.mark.parametrize(("timeout_us", "expected"), [(0, None), (1_500_000, 1.5)])
 def test_the_request_s_timeout_is_in_seconds(
     make_call: Callable[[Request], Any], timeout_us: int, expected: float | None
@@ -250,28 +265,24 @@ def test_an_error_keeps_its_code_and_message(
     assert (sent.message, sent.code) == (str(error), code)
 
 
-class Full(Sender):
-    """One that cannot send what is not small, and no more than Triton's own what it has not been able to send once.
+# --- scarce shared memory --------------------------------------------------------------------------------------------
 
-    As src/response_sender.cc of the Python backend: what was to be the last closes it; outside decoupled folders one
-    response may be tried, and the end follows a response.
+
+class Full(Sender):
+    """One that cannot send what is not small, and nothing at all after what was to be the last.
+
+    As src/response_sender.cc of the Python backend.
     """
 
-    def __init__(self, *, is_decoupled: bool, fits: Callable[[Any], bool]) -> None:
+    def __init__(self, fits: Callable[[Any], bool]) -> None:
         super().__init__()
-        self.num_tried = 0
-        self.is_closed = False
-        self._is_decoupled = is_decoupled
+        self._is_closed = False
         self._fits = fits
 
-    def send(self, response: Any = None, flags: int = 0) -> None:
-        if self.is_closed:
-            raise RuntimeError("Response sender has been closed.")
-        if not self._is_decoupled and (response is None) == (self.num_tried == 0):
-            raise RuntimeError("Non-decoupled model cannot send more than one response.")
-        self.is_closed = flags == FINAL
-        self.num_tried += 1
-        if response is not None and not self._fits(response):
+    def send(self, response: Any, flags: int = 0) -> None:
+        assert not self._is_closed, "Response sender has been closed."
+        self._is_closed = flags == FINAL
+        if not self._fits(response):
             raise RuntimeError("Failed to increase the shared memory pool size")
         super().send(response, flags)
 
@@ -280,52 +291,95 @@ def has_message(response: Any) -> bool:
     return hasattr(response, "message")
 
 
-@pytest.fixture
-def scarce_memory(make_call: Callable[[Request], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    door = sys.modules["hf_triton.triton_backend.request"]
-    monkeypatch.setattr(door, "AMPLE_BYTES", 2**62)
+MIB = 1 << 20
 
 
-@pytest.mark.usefixtures("scarce_memory")
-def test_a_response_too_large_for_shared_memory_becomes_an_error(make_call: Callable[[Request], Any]) -> None:
+def scarce(monkeypatch: pytest.MonkeyPatch, free: int | Callable[[], int], in_pool: int | Callable[[], int]) -> None:
+    monkeypatch.setattr(shared_memory, "free_shared_memory", free if callable(free) else lambda: free)
+    monkeypatch.setattr(shared_memory, "_free_in_pool", in_pool if callable(in_pool) else lambda: in_pool)
+
+
+@pytest.mark.parametrize(
+    ("free", "in_pool", "num_bytes", "fits"),
+    [
+        (64 * MIB, 0, 20 * MIB, True),
+        (30 * MIB, 0, 20 * MIB, True),  # Triton's pool grows
+        (21 * MIB, 0, 20 * MIB, False),  # by whole MiB, beside other models
+        (4 * MIB, 0, 10, True),
+        (0, 0, 10, False),
+        (0, MIB, 10, True),
+        (0, MIB, 400_000, True),
+        (0, MIB, 900_000, False),  # in one piece, which the pool may not have
+    ],
+)
+def test_a_response_is_one_send_or_an_error_in_one_send(
+    make_call: Callable[[Request], Any],
+    monkeypatch: pytest.MonkeyPatch,
+    free: int,
+    in_pool: int,
+    num_bytes: int,
+    fits: bool,
+) -> None:
+    monkeypatch.setattr(shared_memory, "PATIENCE_S", 0.0)
+    scarce(monkeypatch, free, in_pool)
     outcomes = list[str]()
     request = Request()
-    request.sender = Full(is_decoupled=True, fits=has_message)
-    make_call(request, lambda outcome, adapter: outcomes.append(outcome)).answer(text(b"long"))
-    [error] = request.sender.parts
-    assert error.message.startswith("out_of_memory: ")
-    assert (request.sender.sent, outcomes) == ([None], ["out_of_memory"])
+    request.sender = Full(lambda response: fits or has_message(response))
+    answer = b"a" * (num_bytes - 4)
+    make_call(request, lambda outcome, adapter: outcomes.append(outcome)).answer(text(answer))
+    assert not request.sender.parts, "Triton dies of a cancellation between two sends"
+    if fits:
+        assert (texts_of(request.sender.sent), outcomes) == ([answer], ["ok"])
+    else:
+        [error] = request.sender.sent
+        assert error.message.startswith("out_of_memory: ")
+        assert outcomes == ["out_of_memory"]
 
 
-@pytest.mark.usefixtures("scarce_memory")
-def test_a_response_too_large_ends_if_no_error_can_be_sent(make_call: Callable[[Request], Any]) -> None:
-    outcomes = list[str]()
+def test_an_error_keeps_its_words_in_scarce_memory(
+    make_call: Callable[[Request], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scarce(monkeypatch, 0, MIB)
     request = Request()
-    request.sender = Full(is_decoupled=False, fits=has_message)
-    make_call(request, lambda outcome, adapter: outcomes.append(outcome)).answer(text(b"long"))
-    assert (request.sender.parts, request.sender.sent, outcomes) == ([], [None], ["out_of_memory"])
-
-
-@pytest.mark.usefixtures("scarce_memory")
-@pytest.mark.parametrize("is_decoupled", [False, True])
-def test_a_response_that_fits_scarce_memory_is_sent(make_call: Callable[[Request], Any], is_decoupled: bool) -> None:
-    request = Request()
-    request.sender = Full(is_decoupled=is_decoupled, fits=lambda response: True)
-    make_call(request).answer(text(b"long"))
-    assert (texts_of(request.sender.parts), request.sender.sent) == ([b"long"], [None])
-
-
-@pytest.mark.parametrize("is_decoupled", [False, True])
-def test_nothing_is_raised_if_no_error_can_be_sent(make_call: Callable[[Request], Any], is_decoupled: bool) -> None:
-    request = Request()
-    request.sender = Full(is_decoupled=is_decoupled, fits=lambda response: False)
     make_call(request).refuse(RequestError("invalid_parameter", "x"))
-    assert request.sender.sent == []
+    assert [error.message for error in request.sender.sent] == ["invalid_parameter: x"]
+
+
+def test_an_error_waits_until_requests_have_left_the_pool(
+    make_call: Callable[[Request], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds = iter([0, 0, 0, MIB])
+    scarce(monkeypatch, 0, lambda: next(rounds))
+    request = Request()
+    make_call(request).refuse(RequestError("invalid_parameter", "x"))
+    assert [error.message for error in request.sender.sent] == ["invalid_parameter: x"]
+    assert not list(rounds)
+
+
+def test_a_request_dropped_while_another_is_sent_is_answered(
+    make_call: Callable[[Request], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The garbage collector runs anywhere, so a destructor may find its own thread within a send."""
+    scarce(monkeypatch, 8 * MIB, 0)
+    request, dropped = Request(), Request()
+    calls = [make_call(dropped)]
+    request.sender = Full(lambda response: calls.clear() is None)
+    make_call(request).answer(text(b"long"))
+    assert texts_of(request.sender.sent) == [b"long"]
+    assert dropped.sender.sent[0].message.startswith("internal: ")
+
+
+def test_nothing_is_raised_if_nothing_can_be_sent(make_call: Callable[[Request], Any]) -> None:
+    outcomes = list[str]()
+    request = Request()
+    request.sender = Full(lambda response: False)
+    make_call(request, lambda outcome, adapter: outcomes.append(outcome)).answer(text(b"long"))
+    assert (request.sender.sent, outcomes) == ([], ["out_of_memory"])
 
 
 def test_a_delta_too_large_ends_the_stream_with_an_error(make_call: Callable[[Request], Any]) -> None:
     request = Request()
-    request.sender = Full(is_decoupled=True, fits=lambda part: has_message(part) or not request.sender.parts)
+    request.sender = Full(lambda part: has_message(part) or not request.sender.parts)
     call = make_call(request)
     for part in (b"one", b"two", b"three"):
         call.add(text(part))
