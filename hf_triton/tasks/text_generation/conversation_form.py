@@ -73,6 +73,7 @@ class Form:
 
 
 AS_IT_IS: Final = Form()
+AS_TEXT: Final = Form(calls_as_text=True)
 CALL_FORMS: Final = (
     *(
         Form(texts_apart=texts_apart, calls_apart=calls_apart, json_arguments=json_arguments)
@@ -80,7 +81,7 @@ CALL_FORMS: Final = (
         for calls_apart in (False, True)
         for texts_apart in (False, True)
     ),
-    Form(calls_as_text=True),
+    AS_TEXT,
 )
 """The forms of an assistant's calls, the most usual first."""
 

@@ -19,6 +19,7 @@ from hf_triton.protocol.chat import ASSISTANT, Chat
 from hf_triton.protocol.names import MESSAGES
 from hf_triton.tasks.text_generation.conversation_form import (
     AS_IT_IS,
+    AS_TEXT,
     CALL_FORMS,
     CALLS,
     CALLS_TOOL,
@@ -133,7 +134,8 @@ class FormFinder:
                 if num_lost[form] == 0:
                     break
         best = min(num_lost, key=num_lost.__getitem__, default=Form(json_arguments=True))
-        return (best, AS_IT_IS) if num_lost else (AS_IT_IS, best)
+        forms = (best, AS_IT_IS) if num_lost else (AS_IT_IS, best)
+        return tuple(dict.fromkeys((*forms, AS_TEXT)))  # what a model has called is never lost
 
     def _find(
         self, chat: Chat, template: str, variables: Mapping[str, Any], candidates: Sequence[Form]
