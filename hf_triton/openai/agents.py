@@ -24,6 +24,7 @@ from hf_triton.openai.triton_messages import Generation, Outputs
 SAMPLING: Final = (
     *("temperature", "top_p", "top_k", "min_p", "seed"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "thinking_budget"),
+    "cache_salt",
 )
 SHARED: Final = ("model", "stream", "chat_template_kwargs", *SAMPLING)
 """Fields that mean what the chat's field of this name means."""
