@@ -14,12 +14,13 @@ from pydantic import BaseModel
 
 from hf_triton.openai.answers import delta_of
 from hf_triton.openai.blocks import Block, Blocks, Step
+from hf_triton.openai.bodies import beside
 from hf_triton.openai.chat import ChatRequest
 from hf_triton.openai.conversation import Conversation
 from hf_triton.openai.errors import ApiError, in_names, named_field
 from hf_triton.openai.fields import Fields, Ignored, sampling_fields
 from hf_triton.openai.gateway import Gateway
-from hf_triton.openai.triton_messages import Generation, Outputs
+from hf_triton.openai.triton_messages import Generation, Outputs, size_of
 
 SAMPLING: Final = (
     *("temperature", "top_p", "top_k", "min_p", "seed"),
@@ -98,8 +99,12 @@ async def stream_steps(
     async with aclosing(gateway.models.stream(generation)) as responses:
         outputs: Outputs
         async for outputs in responses:
-            delta = delta_of(outputs, 0)
-            yield list(blocks.feed(json.loads(delta))) if delta else [], outputs
+            yield await beside(size_of(outputs), _steps, outputs, blocks), outputs
+
+
+def _steps(outputs: Outputs, blocks: Blocks) -> list[Step]:
+    delta = delta_of(outputs, 0)
+    return list(blocks.feed(json.loads(delta))) if delta else []
 
 
 def has_calls(blocks: list[Block]) -> bool:

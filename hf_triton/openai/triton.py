@@ -18,6 +18,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from hf_triton.errors import clip
 from hf_triton.openai.accounts import Tally, allows_model, check_model, with_salt
+from hf_triton.openai.bodies import beside
 from hf_triton.openai.endpoint import Endpoint, wait_for_attempt
 from hf_triton.openai.errors import ApiError, load_reason, model_not_found, triton_error
 from hf_triton.openai.hints import pass_over
@@ -348,7 +349,7 @@ class TritonModels:
         if folder.is_decoupled:  # such folders refuse ModelInfer
             responses = [response async for response in self._stream(folder, generation, timeout_s, is_stream=False)]
             return responses[-1]
-        message = infer_request(folder, generation, is_stream=False)
+        message = await beside(generation.size, infer_request, folder, generation, is_stream=False)
         await wait_for_attempt(self._channel)
         try:
             return read_outputs(await self._stub.ModelInfer(message, timeout=timeout_s, metadata=self._call_headers()))
@@ -392,7 +393,7 @@ class TritonModels:
     async def _stream(
         self, folder: Folder, generation: Generation | TextRequest, timeout_s: float, *, is_stream: bool
     ) -> AsyncGenerator[Outputs]:
-        message = infer_request(folder, generation, is_stream=is_stream)
+        message = await beside(generation.size, infer_request, folder, generation, is_stream=is_stream)
         await wait_for_attempt(self._channel)
         call = self._stub.ModelStreamInfer(timeout=timeout_s, metadata=self._call_headers())
         try:
