@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from hf_triton.openai.answers import delta_of
 from hf_triton.openai.blocks import Block, Blocks, Step
-from hf_triton.openai.bodies import beside
+from hf_triton.openai.bodies import beside, write_json
 from hf_triton.openai.chat import ChatRequest
 from hf_triton.openai.conversation import Conversation
 from hf_triton.openai.errors import ApiError, in_names, named_field
@@ -114,5 +114,7 @@ def has_calls(blocks: list[Block]) -> bool:
 
 def named_event(kind: str, data: Mapping[str, Any]) -> bytes:
     """One event with its type on a line of its own."""
-    text = json.dumps({"type": kind, **data}, ensure_ascii=False)
-    return f"event: {kind}\ndata: {text}\n\n".encode()
+    event = {"type": kind, **data}
+    is_small = kind.endswith("delta")
+    text = json.dumps(event, ensure_ascii=False).encode() if is_small else write_json(event)
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), text)

@@ -272,7 +272,7 @@ class _ChoiceStream:
                 choice["prompt_token_ids"] = self._prompt_ids
         self._has_begun = True
         usage = {"usage": self._tokens.usage()} if self._body.counts_continuously else {}
-        return event({**self._head, **usage, "choices": [choice]})
+        return event({**self._head, **usage, "choices": [choice]}, is_small=not is_last)
 
     def _logprobs(self, outputs: Outputs, text: str, *, is_last: bool) -> dict[str, Any] | None:
         if self._body.logprobs is None:

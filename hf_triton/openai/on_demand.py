@@ -198,7 +198,7 @@ class OnDemand:
         self._wake = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._doors: dict[str, asyncio.Task[None]] = {}
-        self._doors_failed_s: dict[str, float] = {}
+        self._door_failures: dict[str, tuple[float, ApiError]] = {}  # and until when requests get them
         self._looking: asyncio.Task[None] | None = None
         self._looked_s = float("-inf")
 
@@ -266,8 +266,9 @@ class OnDemand:
         Raises:
             ApiError: It cannot be loaded, or could not a moment ago.
         """
-        if self._clock() - self._doors_failed_s.get(name, float("-inf")) < RETRY_S:
-            raise ApiError(503, f"the stream door of {clip(name)} cannot be loaded", code="not_loaded")
+        until_s, failure = self._door_failures.get(name, (0.0, None))
+        if failure is not None and (left_s := until_s - self._clock()) > 0:
+            raise _copy(failure, left_s)
         if name not in self._doors:
             self._doors[name] = asyncio.ensure_future(self._load_door(name))
             self._doors[name].add_done_callback(lambda task: task.cancelled() or task.exception())  # none may wait
@@ -276,8 +277,9 @@ class OnDemand:
     async def _load_door(self, name: str) -> None:
         try:
             await self._repository.load_door(name)
-        except ApiError:
-            self._doors_failed_s[name] = self._clock()
+        except ApiError as error:
+            LOG.warning("%s; tried again for a stream in %g s or later", error.logged, RETRY_S)
+            self._door_failures[name] = (self._clock() + RETRY_S, error)
             raise
         finally:
             del self._doors[name]

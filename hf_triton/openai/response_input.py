@@ -86,7 +86,7 @@ def _is_passed_over(item: object) -> bool:
 
 def read_part(item: dict[str, Any]) -> dict[str, Any]:
     """What is read of an item that was read before: neither log probabilities, nor what no model sees."""
-    kept = {name: item[name] for name in READ if name in item}
+    kept: dict[str, Any] = {name: item[name] for name in READ if name in item}
     if isinstance(content := kept.get("content"), list):
         kept["content"] = [_read_fields(part) for part in content]
     if isinstance(output := kept.get("output"), list):

@@ -398,7 +398,7 @@ async def _stream(gateway: Gateway, read: _Read, num_bytes: int, keeper: _Keeper
                 if not events.number:
                     for data in await beside(num_bytes, begin):
                         yield data
-                num_new = size.of(outputs)
+                num_new = size.of(outputs, is_whole=any(action == "end" for action, _, _ in steps))
                 if data := await beside(num_new, go_on, steps, outputs):
                     yield data
                     size.sent()

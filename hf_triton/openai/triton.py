@@ -336,7 +336,7 @@ class TritonModels:
 
     async def _generate(self, generation: Generation | TextRequest, timeout_s: float) -> Outputs:
         folder = await self._folder(generation.model_name, generation.task, is_stream=False)
-        self._note_hints(generation)
+        await beside(generation.size, self._note_hints, generation)
         try:
             return await self._infer(folder, generation, timeout_s)
         except ApiError as error:
@@ -352,7 +352,8 @@ class TritonModels:
         message = await beside(generation.size, infer_request, folder, generation, is_stream=False)
         await wait_for_attempt(self._channel)
         try:
-            return read_outputs(await self._stub.ModelInfer(message, timeout=timeout_s, metadata=self._call_headers()))
+            answer = await self._stub.ModelInfer(message, timeout=timeout_s, metadata=self._call_headers())
+            return await _read(answer)
         except grpc.aio.AioRpcError as error:
             raise self._error(error, generation) from None
 
@@ -375,7 +376,7 @@ class TritonModels:
             async with self._in_use(generation.model_name, deadline_s) as use:
                 try:
                     folder = await self._folder(generation.model_name, generation.task, is_stream=True)
-                    self._note_hints(generation)
+                    await beside(generation.size, self._note_hints, generation)
                     async with contextlib.aclosing(
                         self._stream(folder, generation, use.left_s, is_stream=True)
                     ) as responses:
@@ -404,7 +405,7 @@ class TritonModels:
                 if response.error_message:
                     failure = self._triton_error(response.error_message, 500, generation)
                 elif response.infer_response.outputs:
-                    yield read_outputs(response.infer_response)
+                    yield await _read(response.infer_response)
             if failure is not None:
                 raise failure
             if await call.code() is not grpc.StatusCode.OK:
@@ -466,6 +467,10 @@ class TritonModels:
                 code="not_loaded",
             )
         return error
+
+
+async def _read(answer: Any) -> Outputs:
+    return await beside(sum(map(len, answer.raw_output_contents)), read_outputs, answer)
 
 
 _HTTP_STATUS: Final[Mapping[grpc.StatusCode, int]] = {

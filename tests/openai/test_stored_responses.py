@@ -154,3 +154,71 @@ def test_a_response_is_its_keys_own(triton: TritonServer, tmp_path: Path) -> Non
         with pytest.raises(openai.NotFoundError, match="there is no response"):
             two.responses.create(input="two", previous_response_id=made.id, **ASKED)
         assert one.responses.retrieve(made.id).id == made.id
+
+
+def ask(gateway: GatewayThread, **fields: Any) -> httpx.Response:
+    return httpx.post(f"{gateway.url}/v1/responses", json={**ASKED, "max_output_tokens": 1, **fields}, timeout=60)
+
+
+def test_items_that_no_model_reads_are_not_kept(gateway: GatewayThread) -> None:
+    """However many and large they are: a request goes on behind them as behind none."""
+    unread = {"type": "reasoning", "summary": [], "encrypted_content": "x" * 500}
+    items: list[Any] = [unread] * 4000
+    made = ask(gateway, input=[*items, {"role": "user", "content": "one"}]).json()
+    for _ in range(3):
+        again = ask(gateway, input=[*items, {"role": "user", "content": "two"}], previous_response_id=made["id"])
+        assert again.status_code == 200, again.text
+        made = again.json()
+        assert made["store"] is True
+    listed = httpx.get(f"{gateway.url}/v1/responses/{made['id']}/input_items").json()
+    assert [item["content"] for item in listed["data"]] == ["two"]
+
+
+@pytest.mark.parametrize(
+    ("items", "sentence"),
+    [
+        (
+            [{"role": "user", "content": ""}] * 2000,
+            "ends a conversation of 4002 items, and 2000 with the request: 4096",
+        ),
+        ([{"role": "user", "content": "", "id": "x" * 1_900_000}], None),
+    ],
+    ids=["items", "what no model reads"],
+)
+def test_a_conversation_is_as_long_as_a_request_may_be(
+    gateway: GatewayThread, items: list[Any], sentence: str | None
+) -> None:
+    previous = None
+    for turn in range(3):
+        answer = ask(gateway, input=items, previous_response_id=previous)
+        if turn == 2 and sentence is not None:
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"]) == (400, "previous_response_id")
+            assert sentence in error["message"]
+        else:
+            assert answer.status_code == 200, answer.text
+            previous = answer.json()["id"]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_response_that_was_not_kept_says_so(triton: TritonServer, streams: bool) -> None:
+    with GatewayThread(GatewayConfig(triton=triton.grpc_url, port=0, max_stored_bytes=3000)) as gateway:
+        for num_letters, is_kept in ((0, True), (3000, False)):
+            answer = ask(gateway, input="one", instructions="", user="u", tools=tools(num_letters), stream=streams)
+            lines = answer.text.splitlines() if streams else []
+            last = (
+                [json.loads(line[6:]) for line in lines if line.startswith("data: ")][-1]["response"] if lines else {}
+            )
+            response = last or answer.json()
+            assert response["store"] is is_kept
+            found = httpx.get(f"{gateway.url}/v1/responses/{response['id']}")
+            assert found.status_code == (200 if is_kept else 404)
+            if is_kept:
+                assert found.json() == response
+            else:
+                assert "3000 bytes of all of them (--max-stored-bytes)" in found.json()["error"]["message"]
+
+
+def tools(num_letters: int) -> list[Any]:
+    """A tool with a long description, which the demo model's template leaves out."""
+    return [{**TOOL, "description": "x" * num_letters}] if num_letters else []

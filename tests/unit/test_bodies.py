@@ -181,7 +181,7 @@ def test_large_work_is_done_by_one_thread_in_every_loop() -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        *({}, [], (), "", None, True, 5, 0.1, "ä\u2028\"\\", [[]], [{}], {"a": {}}, {"a": []}),
+        *({}, [], (), "", None, True, 5, 0.1, 'ä\u2028"\\', [[]], [{}], {"a": {}}, {"a": []}),
         {"a": [{"b": [{"c": [{"d": [{"e": [1, {"f": 2}]}]}]}]}]},
         [[1.5, 2], [3], "mixed", {"a": None}],
         [1, {"a": [2]}],
