@@ -161,7 +161,10 @@ def _pieces(value: Any, depth: int) -> Iterator[bytes]:
             yield from _pieces(each, depth - 1)
         yield b"]"
     else:
-        yield to_json(value, inf_nan_mode="null")
+        try:
+            yield to_json(value, inf_nan_mode="null")
+        except ValueError:  # it goes 255 levels deep
+            yield json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
 def check_counts(body: bytes) -> None:

@@ -411,9 +411,10 @@ async def _stream(gateway: Gateway, read: _Read, num_bytes: int, keeper: _Keeper
     except ApiError as error:
         if not events.number:
             raise
-        failure = {
-            "status": "failed",
-            "error": {"code": "server_error", "message": error.message},
-            "output": _items(items, blocks.blocks, "incomplete"),
-        }
-        yield events.event("response.failed", {"response": head | failure})
+        failure = {"status": "failed", "error": {"code": "server_error", "message": error.message}}
+
+        def fail() -> bytes:
+            output = _items(items, blocks.blocks, "incomplete")
+            return events.event("response.failed", {"response": {**head, **failure, "output": output}})
+
+        yield await beside(num_bytes + size.total, fail)

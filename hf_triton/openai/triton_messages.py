@@ -346,14 +346,14 @@ class StreamSize:
     """How many bytes the next piece of a stream is made of: what has come since the last, and at the end everything."""
 
     def __init__(self) -> None:
-        self._total = self._since = 0
+        self.total = self._since = 0
 
     def of(self, outputs: Outputs, *, is_whole: bool = False) -> int:
         """With a response's outputs; of a piece that repeats earlier ones, everything."""
         num_bytes = size_of(outputs)
-        self._total += num_bytes
+        self.total += num_bytes
         self._since += num_bytes
-        return self._total if is_whole or "finish_reason" in outputs else self._since
+        return self.total if is_whole or "finish_reason" in outputs else self._since
 
     def sent(self) -> None:
         """A piece was sent."""

@@ -88,7 +88,9 @@ class Adapters:
             SettingsError: peft is not installed.
         """
         config = read_adapter_config(folder)
-        tensors = read_tensors(folder, 2 * self._num_bytes + SPARE_BYTES)
+        with self._loading:
+            max_bytes = 2 * self._num_bytes + SPARE_BYTES
+        tensors = read_tensors(folder, max_bytes)
         with self._loading:
             return self._add(name, config, tensors)
 

@@ -137,6 +137,13 @@ def test_body_of_too_many_values_is_refused_before_it_is_parsed(item: str) -> No
     assert time.thread_time() - start_s < MAX_CPU_S
 
 
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = {"items": value}
+    return value
+
+
 @pytest.mark.parametrize("num_bytes", [LARGE_BYTES, LARGE_BYTES + 1])
 def test_large_work_leaves_the_loop_to_others(num_bytes: int) -> None:
     async def run() -> tuple[int, int]:
@@ -185,6 +192,7 @@ def test_large_work_is_done_by_one_thread_in_every_loop() -> None:
         {"a": [{"b": [{"c": [{"d": [{"e": [1, {"f": 2}]}]}]}]}]},
         [[1.5, 2], [3], "mixed", {"a": None}],
         [1, {"a": [2]}],
+        *(10**30, {"schema": nested(900)}),
         {"id": "x", "choices": [{"logprobs": {"content": [{"token": "a", "top_logprobs": [{"token": "b"}]}]}}] * 3},
     ],
 )
