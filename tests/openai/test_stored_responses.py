@@ -9,7 +9,10 @@ import httpx
 import openai
 import pytest
 
+from hf_triton.openai.bodies import MAX_JSON_BYTES
 from hf_triton.openai.config import GatewayConfig
+from hf_triton.openai.errors import ApiError
+from hf_triton.openai.responses import MAX_INPUT_ITEMS, _check_length
 from hf_triton.testing import TritonServer
 from tests.support.gateway import GatewayThread
 
@@ -174,37 +177,38 @@ def test_items_that_no_model_reads_are_not_kept(gateway: GatewayThread) -> None:
     assert [item["content"] for item in listed["data"]] == ["two"]
 
 
-@pytest.mark.parametrize(
-    ("items", "sentence"),
-    [
-        (
-            [{"role": "user", "content": ""}] * 2000,
-            "ends a conversation of 4002 items, and 2000 with the request: 4096",
-        ),
-        ([{"role": "user", "content": "", "id": "x" * 1_900_000}], None),
-    ],
-    ids=["items", "what no model reads"],
-)
-def test_a_conversation_is_as_long_as_a_request_may_be(
-    gateway: GatewayThread, items: list[Any], sentence: str | None
-) -> None:
+def test_what_no_model_reads_makes_a_conversation_no_longer(gateway: GatewayThread) -> None:
     previous = None
-    for turn in range(3):
-        answer = ask(gateway, input=items, previous_response_id=previous)
-        if turn == 2 and sentence is not None:
-            error = answer.json()["error"]
-            assert (answer.status_code, error["param"]) == (400, "previous_response_id")
-            assert sentence in error["message"]
-        else:
-            assert answer.status_code == 200, answer.text
-            previous = answer.json()["id"]
+    for _ in range(4):
+        item = {"role": "user", "content": "a", "id": "x" * 1_900_000}
+        answer = ask(gateway, input=[item], previous_response_id=previous)
+        assert answer.status_code == 200, answer.text
+        previous = answer.json()["id"]
+
+
+@pytest.mark.parametrize(
+    ("past", "sentence"),
+    [
+        ([{"role": "user", "content": ""}] * MAX_INPUT_ITEMS, "4096 items, and 1 with the request: 4096 at most"),
+        ([{"role": "user", "content": "x" * MAX_JSON_BYTES}], "bytes of JSON with the request: 4194304 at most"),
+    ],
+    ids=["items", "bytes"],
+)
+def test_a_conversation_is_as_long_as_a_request_may_be(past: list[Any], sentence: str) -> None:
+    own = [{"role": "user", "content": "a"}]
+    _check_length(past[:-1], own, 2 * MAX_JSON_BYTES)
+    with pytest.raises(ApiError, match=f"previous_response_id ends a conversation of .*{sentence}") as error:
+        _check_length(past, own, 2 * MAX_JSON_BYTES)
+    assert (error.value.status_code, error.value.param) == (400, "previous_response_id")
 
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_response_that_was_not_kept_says_so(triton: TritonServer, streams: bool) -> None:
     with GatewayThread(GatewayConfig(triton=triton.grpc_url, port=0, max_stored_bytes=3000)) as gateway:
         for num_letters, is_kept in ((0, True), (3000, False)):
-            answer = ask(gateway, input="one", instructions="", user="u", tools=tools(num_letters), stream=streams)
+            items = [{"role": "user", "content": "one", "id": "x" * num_letters}]
+            answer = ask(gateway, input=items, stream=streams)
+            assert answer.status_code == 200, answer.text
             lines = answer.text.splitlines() if streams else []
             last = (
                 [json.loads(line[6:]) for line in lines if line.startswith("data: ")][-1]["response"] if lines else {}
@@ -217,8 +221,3 @@ def test_a_response_that_was_not_kept_says_so(triton: TritonServer, streams: boo
                 assert found.json() == response
             else:
                 assert "3000 bytes of all of them (--max-stored-bytes)" in found.json()["error"]["message"]
-
-
-def tools(num_letters: int) -> list[Any]:
-    """A tool with a long description, which the demo model's template leaves out."""
-    return [{**TOOL, "description": "x" * num_letters}] if num_letters else []
