@@ -241,7 +241,8 @@ class ModelSettings(BaseModel):
     enable_prefix_caching: Annotated[bool, FormerName("share_prefixes")] = True
     """Whether the continuous engine reuses the KV cache of a prefix that prompts share, such as a system prompt or the
     earlier messages of a chat, in whole blocks of 64 tokens, on a GPU of 16. Models with states (hybrid, state space)
-    reuse none. Response times then reveal whether another request had the same prefix."""
+    reuse none. Response times, and counts of cached tokens, then reveal whether another request had the same prefix:
+    see the parameter `cache_salt`."""
 
     decoding: Literal["auto", "eager", "cuda_graphs"] = "auto"
     """How the continuous engine, and an encoder that PyTorch computes, run the forwards of small steps (up to 512

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Container, Iterable
 
 from hf_triton.engine.block_pool import BlockPool, next_digest
@@ -84,5 +85,7 @@ class PrefixCache:
             digests.append(next_digest(parent, sequence.tokens(start, start + size)))
 
     def _salt(self, sequence: Sequence) -> bytes:
-        """What keys and values depend on beside the tokens."""
-        return f"{sequence.adapter_key} {sequence.num_tokens >= self._recompute_length}".encode()
+        """What keys and values depend on beside the tokens, and who may share them."""
+        is_long = sequence.num_tokens >= self._recompute_length
+        salt = f"{sequence.adapter_key} {is_long} {sequence.group.cache_salt}"
+        return hashlib.sha256(salt.encode(errors="surrogatepass")).digest()  # of one length, whatever a client sends

@@ -131,6 +131,8 @@ class SequenceGroup(Group[list[Completion]]):
     """Called in the engine's thread once for each sequence; None: unconstrained."""
     adapter: Adapter | None = None
     """The LoRA adapter of its sequences."""
+    cache_salt: str = ""
+    """Groups share cached prefixes with those of the same salt."""
     times: RequestTimes = field(default_factory=RequestTimes)
     """Of the request that the group belongs to."""
 

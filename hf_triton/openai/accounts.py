@@ -7,10 +7,12 @@ request is let in if its key has any left, and what it uses beyond them counts i
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from time import monotonic
 from typing import TYPE_CHECKING, Final
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from hf_triton.openai.key_lines import Quota
     from hf_triton.openai.metrics import Metrics
 
+CACHE_SALT: Final = "cache_salt"
 REQUESTS: Final = "requests"
 TOKENS: Final = "tokens"
 HEADERS: Final = tuple(
@@ -76,9 +79,11 @@ class Account:
     Args:
         quota: What it may use.
         metrics: Count what it uses.
+        key: Of which a digest is kept.
     """
 
-    def __init__(self, quota: Quota, metrics: Metrics) -> None:
+    def __init__(self, quota: Quota, metrics: Metrics, key: bytes = b"") -> None:
+        self._salt = hashlib.sha256(b"hf_triton cache salt\0" + key).digest()
         self.quota = quota
         self._counts = metrics.of_key(quota.name)
         self._metrics = metrics
@@ -88,6 +93,10 @@ class Account:
     def change(self, quota: Quota) -> None:
         """Have other limits from now on, and the same use."""
         self.quota, self._counts = quota, self._metrics.of_key(quota.name)
+
+    def cache_salt(self, given: str) -> str:
+        """The salt of the key's prompts, which are told apart by the client's own; the same in every worker."""
+        return hashlib.sha256(self._salt + given.encode(errors="surrogatepass")).hexdigest()
 
     def refusal(self) -> ApiError | None:
         """Why a request may not be served now; None if it may."""
@@ -222,6 +231,15 @@ class Tally:
         """The sum of an output's counts, in which each completion of a prompt repeats the prompt's."""
         counts = outputs.get(name, [])
         return sum(counts[:: max(1, len(counts) // (self._num_prompts or len(counts) or 1))])
+
+
+def with_salt(request: Generation) -> Generation:
+    """A request that shares cached prefixes with those of the current key alone, if the key has a cache of its own."""
+    account = CURRENT.get()
+    if account is None or not account.quota.private_cache:
+        return request
+    salt = account.cache_salt(str(request.sampling.get(CACHE_SALT) or ""))
+    return replace(request, sampling={**request.sampling, CACHE_SALT: salt})
 
 
 def allows_model(name: str) -> bool:

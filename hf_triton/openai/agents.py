@@ -14,16 +14,18 @@ from pydantic import BaseModel
 
 from hf_triton.openai.answers import delta_of
 from hf_triton.openai.blocks import Block, Blocks, Step
+from hf_triton.openai.bodies import beside, write_json
 from hf_triton.openai.chat import ChatRequest
 from hf_triton.openai.conversation import Conversation
 from hf_triton.openai.errors import ApiError, in_names, named_field
 from hf_triton.openai.fields import Fields, Ignored, sampling_fields
 from hf_triton.openai.gateway import Gateway
-from hf_triton.openai.triton_messages import Generation, Outputs
+from hf_triton.openai.triton_messages import Generation, Outputs, size_of
 
 SAMPLING: Final = (
     *("temperature", "top_p", "top_k", "min_p", "seed"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "thinking_budget"),
+    "cache_salt",
 )
 SHARED: Final = ("model", "stream", "chat_template_kwargs", *SAMPLING)
 """Fields that mean what the chat's field of this name means."""
@@ -97,8 +99,12 @@ async def stream_steps(
     async with aclosing(gateway.models.stream(generation)) as responses:
         outputs: Outputs
         async for outputs in responses:
-            delta = delta_of(outputs, 0)
-            yield list(blocks.feed(json.loads(delta))) if delta else [], outputs
+            yield await beside(size_of(outputs), _steps, outputs, blocks), outputs
+
+
+def _steps(outputs: Outputs, blocks: Blocks) -> list[Step]:
+    delta = delta_of(outputs, 0)
+    return list(blocks.feed(json.loads(delta))) if delta else []
 
 
 def has_calls(blocks: list[Block]) -> bool:
@@ -108,5 +114,7 @@ def has_calls(blocks: list[Block]) -> bool:
 
 def named_event(kind: str, data: Mapping[str, Any]) -> bytes:
     """One event with its type on a line of its own."""
-    text = json.dumps({"type": kind, **data}, ensure_ascii=False)
-    return f"event: {kind}\ndata: {text}\n\n".encode()
+    event = {"type": kind, **data}
+    is_small = kind.endswith("delta")
+    text = json.dumps(event, ensure_ascii=False).encode() if is_small else write_json(event)
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), text)

@@ -4,16 +4,21 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Mapping
 from typing import Any, Final
 
+from hf_triton.openai.bodies import LARGE_BYTES
 from hf_triton.openai.triton_messages import Outputs
 
 FINISH_REASONS: Final[Mapping[str, str]] = {"stop": "stop", "length": "length", "deadline": "length"}
 COUNTS: Final = ("num_input_tokens", "num_cached_tokens", "num_output_tokens")
 """Outputs that `usage_of` reads."""
 NO_DELTAS: Final = ("", "{}")
+DECODER: Final = json.JSONDecoder()
+BETWEEN: Final = re.compile(r"[\s,]*")
+"""Elements of an array."""
 
 
 def text_of(outputs: Outputs, index: int) -> str:
@@ -84,7 +89,25 @@ def usage(
 def json_output(outputs: Outputs, name: str, index: int) -> Any:
     """An output that holds JSON; None if it is not filled."""
     values = outputs.get(name)
-    return json.loads(values[index]) if values and values[index] else None
+    return _read_json(values[index]) if values and values[index] else None
+
+
+def _read_json(text: str) -> Any:
+    """A value; a long array is read element by element, so that no call takes long."""
+    if len(text) <= LARGE_BYTES or not text.startswith("["):
+        return json.loads(text)
+    elements, end = [], _next(text, 1)
+    while text[end] != "]":
+        element, end = DECODER.raw_decode(text, end)
+        elements.append(element)
+        end = _next(text, end)
+    return elements
+
+
+def _next(text: str, position: int) -> int:
+    """Where the next element of an array begins, or its end is."""
+    between = BETWEEN.match(text, position)
+    return position if between is None else between.end()
 
 
 class StreamedTokens:

@@ -112,7 +112,8 @@ def build_app(config: GatewayConfig) -> FastAPI:
             expose_headers=["x-request-id", hints.HEADER, "retry-after", *HEADERS],
         )
     app.add_middleware(HttpRules)
-    app.add_middleware(Observe, metrics=metrics, tracer=tracer)  # the outermost
+    routes = [*(route for router in ROUTERS for route in router.routes), *app.routes]
+    app.add_middleware(Observe, metrics=metrics, tracer=tracer, routes=routes)  # the outermost
     return app
 
 

@@ -1,26 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies of JSON: how large they may be, and how they are read without holding up other requests.
+"""Bodies of JSON: how large they may be, and how they are read and written without holding up other requests.
 
 A byte of JSON may become thirty bytes of objects, and costs time while other requests wait. So a body is counted before
-it is parsed, and a large one is read in a thread.
+it is parsed. What is done with a large body, a long conversation or a large output runs in a thread, in pieces: one
+call of C holds up the event loop from a thread too.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
+from itertools import chain, repeat
 from typing import Any, ClassVar, Final, ParamSpec, TypeVar
 
-from anyio import to_thread
+from anyio import CapacityLimiter, to_thread
+from anyio.lowlevel import RunVar
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
+from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope
 
 from hf_triton.openai.errors import ApiError, too_large
-from hf_triton.openai.gateway import gateway_of
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -32,7 +35,11 @@ MAX_VALUES: Final = 1 << 19
 MAX_CONTAINERS: Final = 1 << 16
 """Arrays and objects in a body, and names in its objects."""
 LARGE_BYTES: Final = 64 << 10
-"""Bodies beyond this are read in a thread."""
+"""What is larger is worked on in a thread."""
+JSON_DEPTH: Final = 5
+"""Levels of an answer that are written one by one, down to a token's log probabilities or a vector."""
+_THREADS: Final = RunVar[CapacityLimiter]("hf_triton_threads")
+"""Of one event loop: one thread, since with more, the loop would wait for each of them in turn."""
 
 
 class JsonRoute(APIRoute):
@@ -97,10 +104,67 @@ class JsonRequest(Request):
 async def beside_loop(
     request: Request, work: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
 ) -> Result:
-    """What `work` returns; for a request with a large body it runs in a thread, so that others are served meanwhile."""
-    if len(await request.body()) > LARGE_BYTES:
-        return await to_thread.run_sync(partial(work, *args, **kwargs), limiter=gateway_of(request).readers)
-    return work(*args, **kwargs)
+    """What `work` returns, which depends on the request's body alone."""
+    return await beside(len(await request.body()), work, *args, **kwargs)
+
+
+async def beside(
+    num_bytes: int, work: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
+) -> Result:
+    """What `work` returns; if it has much to work on, it runs in a thread, so that others are served meanwhile.
+
+    Args:
+        num_bytes: About what it works on: body, conversation, outputs.
+        work: Called once.
+        args: Its own.
+        kwargs: Its own.
+    """
+    if num_bytes <= LARGE_BYTES:
+        return work(*args, **kwargs)
+    try:
+        limiter = _THREADS.get()
+    except LookupError:
+        limiter = CapacityLimiter(1)
+        _THREADS.set(limiter)
+    return await to_thread.run_sync(partial(work, *args, **kwargs), limiter=limiter)
+
+
+async def json_response(
+    num_bytes: int, build: Callable[Arguments, object], *args: Arguments.args, **kwargs: Arguments.kwargs
+) -> Response:
+    """The response of what `build` returns, as JSON; arguments as `beside` has them."""
+
+    def write() -> bytes:
+        return write_json(build(*args, **kwargs))
+
+    return Response(await beside(num_bytes, write), media_type="application/json")
+
+
+def write_json(value: object) -> bytes:
+    """A value as JSON, written in pieces. Infinity and NaN are null.
+
+    Raises:
+        ValueError: It holds half of a surrogate pair.
+    """
+    return b"".join(_pieces(value, JSON_DEPTH))
+
+
+def _pieces(value: Any, depth: int) -> Iterator[bytes]:
+    if depth and value and isinstance(value, dict):
+        for mark, (name, each) in zip(chain((b"{",), repeat(b",")), value.items(), strict=False):
+            yield b"%b%b:" % (mark, to_json(str(name)))
+            yield from _pieces(each, depth - 1)
+        yield b"}"
+    elif depth and value and isinstance(value, list | tuple) and isinstance(value[0], dict | list | tuple):
+        for mark, each in zip(chain((b"[",), repeat(b",")), value, strict=False):
+            yield mark
+            yield from _pieces(each, depth - 1)
+        yield b"]"
+    else:
+        try:
+            yield to_json(value, inf_nan_mode="null")
+        except ValueError:  # it goes 255 levels deep
+            yield json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
 def check_counts(body: bytes) -> None:

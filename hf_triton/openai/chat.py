@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Annotated, Any, Final
 
 import annotated_types
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from hf_triton.openai.answers import (
     COUNTS,
@@ -24,7 +25,7 @@ from hf_triton.openai.answers import (
     stop_reason_of,
     usage_of,
 )
-from hf_triton.openai.bodies import JsonRoute
+from hf_triton.openai.bodies import JsonRoute, beside, beside_loop, json_response
 from hf_triton.openai.disconnect import run_while_connected
 from hf_triton.openai.errors import ApiError
 from hf_triton.openai.fields import MAX_TOP_LOGPROBS, GenerationFields, Messages, Tools
@@ -33,7 +34,7 @@ from hf_triton.openai.hints import pass_over
 from hf_triton.openai.logprobs import chat_logprobs, chat_positions
 from hf_triton.openai.sse import DONE, RESPONSES, EventStream, chunk, chunk_start, event
 from hf_triton.openai.thinking import read_thinking
-from hf_triton.openai.triton_messages import THINKING_BUDGET, Generation, Outputs
+from hf_triton.openai.triton_messages import THINKING_BUDGET, Generation, Outputs, StreamSize, size_of
 from hf_triton.protocol.chat import TOOL, hidden_type
 from hf_triton.protocol.custom_tools import hosted_type
 from hf_triton.protocol.thinking import SWITCHES
@@ -165,11 +166,12 @@ class ChatRequest(GenerationFields):
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
     """Answer a conversation."""
     gateway = gateway_of(request)
-    generation = body.generation(request_id_of(request))
+    generation = await beside_loop(request, body.generation, request_id_of(request))
+    generation = replace(generation, num_bytes=len(await request.body()))
     if body.stream:
         return EventStream(request, stream_chat(gateway, body, generation))
     outputs = await run_while_connected(request.receive, gateway.models.generate(generation))
-    return JSONResponse(chat_completion(body, generation, outputs))
+    return await json_response(size_of(outputs), chat_completion, body, generation, outputs)
 
 
 def chat_completion(body: ChatRequest, generation: Generation, outputs: Outputs) -> dict[str, Any]:
@@ -211,16 +213,21 @@ async def stream_chat(gateway: Gateway, body: ChatRequest, generation: Generatio
         "model": generation.model,
     }
     choices = [_ChatStream(body, head, index) for index in range(body.num_choices)]
-    is_first = True
+    is_first, size = True, StreamSize()
     async with aclosing(gateway.models.stream(generation)) as responses:
         outputs: Outputs
         async for outputs in responses:
-            if data := b"".join(choice.chunks(outputs, is_first=is_first) for choice in choices):
+            if data := await beside(size.of(outputs), _chunks, choices, outputs, is_first=is_first):
                 yield data
+                size.sent()
             is_first = False
             if "finish_reason" in outputs and body.includes_usage:
                 yield event(head | {"choices": [], "usage": usage_of(outputs, body.num_choices)})
     yield DONE
+
+
+def _chunks(choices: Sequence[_ChatStream], outputs: Outputs, *, is_first: bool) -> bytes:
+    return b"".join(choice.chunks(outputs, is_first=is_first) for choice in choices)
 
 
 class _ChatStream:

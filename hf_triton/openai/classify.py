@@ -7,17 +7,20 @@ from typing import Annotated, Any, Final
 
 import annotated_types
 from fastapi import APIRouter, Request
+from fastapi.responses import Response
 
+from hf_triton.openai.bodies import beside_loop, json_response
 from hf_triton.openai.encoders import EncoderFields
 from hf_triton.openai.errors import RESPONSES, ApiError
 from hf_triton.openai.fields import Texts, TokenIds, TokenLists
-from hf_triton.openai.images import ImageRoute, Parts, encode_items, read_items
+from hf_triton.openai.images import Found, ImageRoute, Parts, encode_items, read_items, rows_of, size_of_found
 from hf_triton.openai.scores import SCORE, response_head
 from hf_triton.openai.triton_messages import CLASSIFICATION, IMAGE_CLASSIFICATION
 from hf_triton.protocol.task_declaration import IMAGE
 
 router = APIRouter(route_class=ImageRoute)
 ALL_SCORES: Final = "all_scores"
+OUTPUTS: Final = ("label", SCORE, ALL_SCORES)
 
 
 class ClassifyRequest(EncoderFields):
@@ -30,15 +33,21 @@ class ClassifyRequest(EncoderFields):
     """How many labels to list with their scores in `labels`, beside the best one."""
 
 
-@router.post("/v1/classify", responses=RESPONSES)
+@router.post("/v1/classify", responses=RESPONSES, response_model=dict[str, Any])
 @router.post("/classify", include_in_schema=False)
-async def classify(body: ClassifyRequest, request: Request) -> dict[str, Any]:
+async def classify(body: ClassifyRequest, request: Request) -> Response:
     """The best label of each text or image, and the scores of all."""
-    items = read_items("input", body.input, strings_too=True)
+    items = await beside_loop(request, read_items, "input", body.input, strings_too=True)
     if len(items) > 1:
         raise ApiError(400, "input holds texts and images: send them in two requests", param="input")
     task = IMAGE_CLASSIFICATION if IMAGE in items else CLASSIFICATION
-    rows, usage = await encode_items(request, body, task, items, ["label", SCORE, ALL_SCORES], {"top_k": body.top_k})
+    found = await encode_items(request, body, task, items, OUTPUTS, {"top_k": body.top_k})
+    head = response_head(body, request, "classify")
+    return await json_response(size_of_found(found), _answer, body, head, found)
+
+
+def _answer(body: ClassifyRequest, head: dict[str, Any], found: Found) -> dict[str, Any]:
+    rows, usage = rows_of(found, OUTPUTS)
     data = []
     for index, row in enumerate(rows):
         labels, scores, probs = row["label"], row[SCORE], row[ALL_SCORES]
@@ -46,4 +55,4 @@ async def classify(body: ClassifyRequest, request: Request) -> dict[str, Any]:
         if body.top_k is not None:
             entry["labels"] = [{"label": label, "score": each} for label, each in zip(labels, scores, strict=True)]
         data.append(entry)
-    return {**response_head(body, request, "classify"), "data": data, "usage": usage}
+    return {**head, "data": data, "usage": usage}

@@ -11,15 +11,16 @@ from typing import Annotated, Any, Final, Literal
 import annotated_types
 import numpy as np
 from fastapi import APIRouter, Request
+from fastapi.responses import Response
 
-from hf_triton.openai.bodies import JsonRoute
+from hf_triton.openai.bodies import JsonRoute, beside_loop, json_response
 from hf_triton.openai.conversation import parse_at
 from hf_triton.openai.encoders import EncoderFields, encode, text_list, usage_of
 from hf_triton.openai.errors import COHERE_RESPONSES, ApiError
 from hf_triton.openai.fields import MAX_TEXTS, Fields, Texts
 from hf_triton.openai.gateway import request_id_of
-from hf_triton.openai.scores import RerankRequest, rerank
-from hf_triton.openai.triton_messages import EMBEDDING, EMBEDDINGS, Outputs
+from hf_triton.openai.scores import RerankRequest, ranked
+from hf_triton.openai.triton_messages import EMBEDDING, EMBEDDINGS, Outputs, size_of
 
 router = APIRouter(route_class=JsonRoute)
 PROMPTS: Final[Mapping[str, tuple[str | None, ...]]] = {
@@ -65,17 +66,21 @@ class EmbedRequest(EncoderFields):
     """Whether a text that is longer than the model's context is cut at its END or refused (NONE)."""
 
 
-@router.post("/v2/embed", responses=COHERE_RESPONSES)
-async def embed(body: EmbedRequest, request: Request) -> dict[str, Any]:
+@router.post("/v2/embed", responses=COHERE_RESPONSES, response_model=dict[str, Any])
+async def embed(body: EmbedRequest, request: Request) -> Response:
     """Vectors of texts."""
-    texts = _texts(body)
+    texts = await beside_loop(request, _texts, body)
     cut = body.model_copy(update={"truncate": body.truncate == "END"})
     outputs = await _encode(request, cut, texts)
+    return await json_response(size_of(outputs), _answer, body, request_id_of(request), texts, outputs)
+
+
+def _answer(body: EmbedRequest, request_id: str, texts: list[str], outputs: Outputs) -> dict[str, Any]:
     width = len(outputs[EMBEDDING]) // len(texts)
     vectors = [outputs[EMBEDDING][start : start + width] for start in range(0, len(outputs[EMBEDDING]), width)]
     kinds = body.embedding_types or ["float"]
     return {
-        "id": f"embd-{request_id_of(request)}",
+        "id": f"embd-{request_id}",
         "response_type": "embeddings_by_type",
         "texts": texts,
         "embeddings": {kind: FORMS[kind](vectors) for kind in kinds},
@@ -113,7 +118,7 @@ async def _encode(request: Request, body: EmbedRequest, texts: list[str]) -> Out
 
 
 def _bits(vectors: Vectors) -> Any:
-    return np.packbits(np.array(vectors) > 0, axis=-1)
+    return np.stack([np.packbits(np.array(vector) > 0) for vector in vectors])
 
 
 FORMS: Final[Mapping[str, Callable[[Vectors], Any]]] = {
@@ -125,11 +130,11 @@ FORMS: Final[Mapping[str, Callable[[Vectors], Any]]] = {
 """By type, the vectors in it; bits as sentence-transformers packs them."""
 
 
-@router.post("/v2/rerank", responses=COHERE_RESPONSES)
-async def rerank_v2(body: RerankRequest, request: Request) -> dict[str, Any]:
+@router.post("/v2/rerank", responses=COHERE_RESPONSES, response_model=dict[str, Any])
+async def rerank_v2(body: RerankRequest, request: Request) -> Response:
     """Documents by their score for a query; those that are too long are cut, unless `truncate` is false."""
-    answer = await rerank(body.model_copy(update={"truncate": body.truncate is not False}), request)
-    return {**answer, "meta": _meta(search_units=1)}
+    answer = await ranked(body.model_copy(update={"truncate": body.truncate is not False}), request)
+    return await json_response(len(await request.body()), dict, answer, meta=_meta(search_units=1))
 
 
 def _meta(**units: int) -> dict[str, Any]:

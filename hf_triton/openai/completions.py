@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final
 
 import annotated_types
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from hf_triton.openai.answers import (
     COUNTS,
@@ -24,7 +24,7 @@ from hf_triton.openai.answers import (
     usage,
     usage_of,
 )
-from hf_triton.openai.bodies import JsonRoute
+from hf_triton.openai.bodies import JsonRoute, beside, beside_loop, json_response
 from hf_triton.openai.disconnect import run_while_connected
 from hf_triton.openai.errors import ApiError
 from hf_triton.openai.fields import MAX_PROMPTS, GenerationFields, Texts, TokenIds
@@ -32,7 +32,7 @@ from hf_triton.openai.gateway import Gateway, gateway_of, request_id_of
 from hf_triton.openai.logprobs import completion_logprobs
 from hf_triton.openai.merge import all_results, merged
 from hf_triton.openai.sse import DONE, RESPONSES, EventStream, chunk, chunk_start, event
-from hf_triton.openai.triton_messages import Generation, Outputs
+from hf_triton.openai.triton_messages import Generation, Outputs, StreamSize, size_of
 
 router = APIRouter(route_class=JsonRoute)
 MAX_LOGPROBS: Final = 20
@@ -151,7 +151,8 @@ class _Answer:
 
 
 def _answers(body: CompletionRequest, generations: Sequence[Generation]) -> list[_Answer]:
-    answers, first_index = [], 0
+    answers: list[_Answer] = []
+    first_index = 0
     for generation in generations:
         answers.append(_Answer(body, generation, first_index))
         first_index += answers[-1].num_choices
@@ -165,16 +166,21 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     if body.stream and body.only_scores:
         raise ApiError(400, "max_tokens must be an integer >= 1 for a stream, got 0", param="max_tokens")
     folder = await run_while_connected(request.receive, gateway.models.folder(body.model, is_stream=bool(body.stream)))
-    answers = _answers(body, body.generations(request_id_of(request), folder.max_batch_size))
+    generations = await beside_loop(request, body.generations, request_id_of(request), folder.max_batch_size)
+    answers = _answers(body, generations)
     if body.stream:
         return EventStream(request, _stream(gateway, body, answers))
     works = all_results(gateway.models.generate(answer.generation) for answer in answers)
     responses = await run_while_connected(request.receive, works)
     pairs = list(zip(answers, responses, strict=True))
+    return await json_response(sum(map(size_of, responses)), _completion, pairs)
+
+
+def _completion(pairs: Sequence[tuple[_Answer, Outputs]]) -> dict[str, Any]:
+    """OpenAI's `text_completion` of all prompts."""
     choices = [answer.choice(outputs, index) for answer, outputs in pairs for index in range(answer.num_choices)]
     usages = [answer.usage(outputs) for answer, outputs in pairs]
-    head = _head(answers[0].generation)
-    return JSONResponse(head | {"choices": choices, "usage": _sum(usages)})
+    return _head(pairs[0][0].generation) | {"choices": choices, "usage": _sum(usages)}
 
 
 def _head(generation: Generation) -> dict[str, Any]:
@@ -196,18 +202,24 @@ async def _stream(gateway: Gateway, body: CompletionRequest, answers: Sequence[_
     """The events of OpenAI's streamed `text_completion`: deltas, and usage if asked for."""
     head = _head(answers[0].generation)
     choices = [[_ChoiceStream(answer, head, index) for index in range(answer.num_choices)] for answer in answers]
+    sizes = [StreamSize() for _ in answers]
     streams, usages = [gateway.models.stream(answer.generation) for answer in answers], []
     async with aclosing(merged(streams)) as responses:
         place: int
         outputs: Outputs
         async for place, outputs in responses:
-            if data := b"".join(choice.chunk(outputs) for choice in choices[place]):
+            if data := await beside(sizes[place].of(outputs), _chunks, choices[place], outputs):
                 yield data
+                sizes[place].sent()
             if "finish_reason" in outputs:
                 usages.append(answers[place].usage(outputs))
     if body.includes_usage:
         yield event(head | {"choices": [], "usage": _sum(usages)})
     yield DONE
+
+
+def _chunks(choices: Sequence[_ChoiceStream], outputs: Outputs) -> bytes:
+    return b"".join(choice.chunk(outputs) for choice in choices)
 
 
 class _ChoiceStream:
@@ -232,7 +244,7 @@ class _ChoiceStream:
         """Of the stream's first response, in which other choices may have text and this one none."""
         self._num_characters = 0
         """Of the tokens whose log probabilities are told."""
-        self._echo = ""
+        self._echo: list[str] = []
         """The text so far, if its log probabilities are told at the end: the prompt's come first."""
 
     def chunk(self, outputs: Outputs) -> bytes:
@@ -260,13 +272,13 @@ class _ChoiceStream:
                 choice["prompt_token_ids"] = self._prompt_ids
         self._has_begun = True
         usage = {"usage": self._tokens.usage()} if self._body.counts_continuously else {}
-        return event({**self._head, **usage, "choices": [choice]})
+        return event({**self._head, **usage, "choices": [choice]}, is_small=not is_last)
 
     def _logprobs(self, outputs: Outputs, text: str, *, is_last: bool) -> dict[str, Any] | None:
         if self._body.logprobs is None:
             return None
         if self._body.echo:
-            self._echo += text
+            self._echo.append(text)
             if not is_last:
                 return None
         positions = [
@@ -275,6 +287,6 @@ class _ChoiceStream:
         ]
         if not positions:
             return None
-        logprobs = completion_logprobs(positions, self._echo or text, self._num_characters)
+        logprobs = completion_logprobs(positions, "".join(self._echo) or text, self._num_characters)
         self._num_characters += sum(map(len, logprobs["tokens"]))
         return logprobs

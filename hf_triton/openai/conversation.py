@@ -70,7 +70,7 @@ class Conversation:
     def add_reasoning(self, text: str, place: str) -> None:
         """Add the reasoning before an assistant's content."""
         message = self._message("assistant", place, "content", "tool_calls")
-        message["reasoning_content"] = message.get("reasoning_content", "") + text
+        message.setdefault("reasoning_content", []).append(text)
 
     def add_call(self, call_id: str, name: str, arguments: str, place: str) -> None:
         """Add a tool call of the assistant; its arguments are JSON text."""
@@ -136,6 +136,8 @@ class Conversation:
 
 
 def _joined(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose only part of content is a string."""
-    content = message.get("content")
-    return {**message, "content": content[0]["text"]} if isinstance(content, list) and len(content) == 1 else message
+    """A message with its reasoning in one piece, and its content as a string if that has one part."""
+    content, pieces = message.get("content"), message.get("reasoning_content")
+    reasoning = {} if pieces is None else {"reasoning_content": "".join(pieces)}
+    text = {"content": content[0]["text"]} if isinstance(content, list) and len(content) == 1 else {}
+    return {**message, **reasoning, **text}

@@ -10,12 +10,14 @@ from typing import Annotated, Any, Literal
 
 import annotated_types
 from fastapi import APIRouter, Request
+from fastapi.responses import Response
 
+from hf_triton.openai.bodies import beside_loop, json_response
 from hf_triton.openai.encoders import EncoderFields
 from hf_triton.openai.errors import RESPONSES, ApiError
 from hf_triton.openai.fields import Texts, TokenIds, TokenLists
 from hf_triton.openai.gateway import request_id_of
-from hf_triton.openai.images import ImageRoute, Parts, encode_items, read_items
+from hf_triton.openai.images import Found, ImageRoute, Parts, encode_items, read_items, rows_of, size_of_found
 from hf_triton.openai.triton_messages import EMBEDDING, EMBEDDINGS
 
 router = APIRouter(route_class=ImageRoute)
@@ -62,20 +64,24 @@ class EmbeddingRequest(EncoderFields):
         raise ApiError(400, message, param="messages", code="invalid_parameter")
 
 
-@router.post("/v1/embeddings", responses=RESPONSES)
-async def create_embeddings(body: EmbeddingRequest, request: Request) -> dict[str, Any]:
+@router.post("/v1/embeddings", responses=RESPONSES, response_model=dict[str, Any])
+async def create_embeddings(body: EmbeddingRequest, request: Request) -> Response:
     """Vectors of texts or images."""
     parameters = {"dimensions": body.dimensions, "prompt_name": body.prompt_name, "normalize": body.normalize}
-    rows, usage = await encode_items(
-        request, body, EMBEDDINGS, read_items("input", body.given_input()), [EMBEDDING], parameters
-    )
+    items = await beside_loop(request, read_items, "input", body.given_input())
+    found = await encode_items(request, body, EMBEDDINGS, items, [EMBEDDING], parameters)
+    return await json_response(size_of_found(found), _answer, body, request_id_of(request), found)
+
+
+def _answer(body: EmbeddingRequest, request_id: str, found: Found) -> dict[str, Any]:
+    rows, usage = rows_of(found, [EMBEDDING])
     data = [
         {"object": "embedding", "index": index, "embedding": _encoded(row[EMBEDDING], body.encoding_format)}
         for index, row in enumerate(rows)
     ]
     return {
         "object": "list",
-        "id": f"embd-{request_id_of(request)}",
+        "id": f"embd-{request_id}",
         "model": body.model,
         "data": data,
         "usage": usage,

@@ -12,12 +12,13 @@ import annotated_types
 from fastapi import Request
 from pydantic_core import to_json
 
+from hf_triton.openai.bodies import beside
 from hf_triton.openai.disconnect import run_while_connected
 from hf_triton.openai.errors import ApiError
 from hf_triton.openai.fields import Fields
 from hf_triton.openai.gateway import Gateway, gateway_of, request_id_of
 from hf_triton.openai.merge import all_results
-from hf_triton.openai.triton_messages import LORA_NAME, Folder, Outputs, TextRequest, adapter_name
+from hf_triton.openai.triton_messages import LORA_NAME, Folder, Outputs, TextRequest, adapter_name, size_of
 from hf_triton.protocol.task_declaration import TOKEN_IDS
 
 BATCH_SIZE: Final = 128
@@ -88,7 +89,8 @@ async def encode(
             )
             for start in range(0, count, size)
         ]
-        return _joined(await _run_all(gateway, parts, _num_side_by_side(folder, size)))
+        found = await _run_all(gateway, parts, _num_side_by_side(folder, size))
+        return await beside(sum(map(size_of, found)), _joined, found)
 
     try:
         async with asyncio.timeout(gateway.config.timeout_s):

@@ -50,7 +50,7 @@ SAMPLING: Final[Mapping[str, str]] = {
             *("logit_bias", "bad_words", "ignore_eos", "best_of", "max_time", "truncate_prompt_tokens"),
             *("stop_token_ids", "include_stop_str_in_output", "length_penalty", "early_stopping"),
             *("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-            *("lora_name", "thinking_budget"),
+            *("lora_name", "thinking_budget", "cache_salt"),
         )
     },
 }
@@ -161,7 +161,7 @@ IGNORED: Final[Mapping[str, Ignored]] = {
     "include_reasoning": Ignored((True,), "is always true"),
     "return_tokens_as_token_ids": Ignored((False,), "is always false"),
     **dict.fromkeys(("chat_template", "chat_template_content_format"), Ignored(("auto",), "is the server's own")),
-    **dict.fromkeys(("documents", "mm_processor_kwargs", "cache_salt", "kv_transfer_params"), Ignored()),
+    **dict.fromkeys(("documents", "mm_processor_kwargs", "kv_transfer_params"), Ignored()),
     **dict.fromkeys(("logits_processors", "allowed_token_ids", "vllm_xargs", "guided_whitespace_pattern"), Ignored()),
 }
 """Fields of OpenAI's API and of other servers. Hints are passed over; others, if they ask for nothing."""

@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from anyio import CapacityLimiter
 from starlette.requests import Request
 
 from hf_triton.openai.config import GatewayConfig
@@ -22,8 +21,6 @@ class Gateway:
     models: TritonModels
     metrics: Metrics
     stored: ResponseStore
-    readers: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(1))
-    """Threads that read large bodies: with more, the event loop would wait for each of them in turn."""
 
 
 def gateway_of(request: Request) -> Gateway:

@@ -15,11 +15,14 @@ from hf_triton.openai.conversation import parse_at
 from hf_triton.openai.encoders import NUM_TOKENS, EncoderFields, encode, texts_or_tokens
 from hf_triton.openai.errors import ApiError
 from hf_triton.openai.fields import HINT, MAX_TEXTS, Fields, Ignored
+from hf_triton.openai.triton_messages import Outputs, size_of
 from hf_triton.protocol.task_declaration import IMAGE, TEXT
 
 Parts = Annotated[list[str | dict[str, Any]], annotated_types.MaxLen(MAX_TEXTS)]
 Items: TypeAlias = dict[str, dict[int, str]]
 """By a model's input, its elements by their places in the client's list."""
+Found: TypeAlias = list[tuple[list[int], Outputs]]
+"""The outputs of each kind of item, with the items' places in the client's list."""
 DATA_URI: Final = re.compile(r"data:image/[\w.+-]+;base64,", re.IGNORECASE)
 
 
@@ -92,19 +95,31 @@ async def encode_items(
     items: Items,
     outputs: Sequence[str],
     parameters: Mapping[str, bool | int | str | None],
-) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    """The outputs of each item in the client's order, and the usage. Arguments as `encode` has them."""
-    rows: dict[int, dict[str, Any]] = {}
-    num_tokens = 0
+) -> Found:
+    """The outputs of all items; arguments as `encode` has them."""
+    found: Found = []
     for name, elements in items.items():
         texts = {name: [*elements.values()]}
         try:
-            found = await encode(request, body, task, texts, outputs, parameters=parameters, names={name: "input"})
+            given = await encode(request, body, task, texts, outputs, parameters=parameters, names={name: "input"})
         except ApiError as error:
             raise _at_places(error, [*elements]) from None
-        num_tokens += sum(found[NUM_TOKENS])
-        for index, place in enumerate(elements):
-            rows[place] = {output: _row(found[output], index, len(elements)) for output in outputs}
+        found.append(([*elements], given))
+    return found
+
+
+def size_of_found(found: Found) -> int:
+    """About how many bytes it has."""
+    return sum(size_of(outputs) for _, outputs in found)
+
+
+def rows_of(found: Found, outputs: Sequence[str]) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    """The outputs of each item in the client's order, and the usage."""
+    rows: dict[int, dict[str, Any]] = {}
+    for places, given in found:
+        for index, place in enumerate(places):
+            rows[place] = {output: _row(given[output], index, len(places)) for output in outputs}
+    num_tokens = sum(sum(given[NUM_TOKENS]) for _, given in found)
     return [rows[place] for place in sorted(rows)], {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
 
 

@@ -51,6 +51,10 @@ class Quota(BaseModel):
     models: tuple[str, ...] | None = None
     """Models that it may use, `llama,bge`; each with its adapters."""
 
+    private_cache: bool | None = None
+    """`true`: its prompts share the KV cache of a prefix with its own alone, so that neither `cached_tokens` nor times
+    tell what other keys have sent."""
+
     @field_validator("name")
     @classmethod
     def _is_name(cls, name: str) -> str:

@@ -10,13 +10,13 @@ from typing import Annotated, Any, ClassVar, Final
 
 import annotated_types
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from hf_triton.errors import clip
 from hf_triton.openai.agents import ANY, AgentRequest, function_tool, has_calls, named_event, stream_steps
 from hf_triton.openai.answers import finish_reason_of, message_of, stop_reason_of, usage_of
 from hf_triton.openai.blocks import Blocks, Step, blocks_of
-from hf_triton.openai.bodies import JsonRoute, beside_loop
+from hf_triton.openai.bodies import JsonRoute, beside_loop, json_response
 from hf_triton.openai.conversation import Conversation, parse_at
 from hf_triton.openai.disconnect import run_while_connected
 from hf_triton.openai.errors import ANTHROPIC_RESPONSES, ApiError
@@ -25,7 +25,7 @@ from hf_triton.openai.gateway import Gateway, gateway_of, request_id_of
 from hf_triton.openai.hints import pass_over
 from hf_triton.openai.message_blocks import block_delta, content_block, read_messages
 from hf_triton.openai.sse import RESPONSES, EventStream
-from hf_triton.openai.triton_messages import Generation, Outputs
+from hf_triton.openai.triton_messages import Generation, Outputs, size_of
 from hf_triton.protocol.chat import MAX_MESSAGES, MAX_TOOLS
 
 router = APIRouter(route_class=JsonRoute)
@@ -173,25 +173,38 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     """Answer a conversation, in Anthropic's form."""
     gateway = gateway_of(request)
     conversation = await beside_loop(request, read_messages, body.messages, body.system)
-    chat = body.chat_fields(conversation)
+    chat = await beside_loop(request, body.chat_fields, conversation)
     with conversation.placed_errors("messages"):
-        generation = body.generation(request_id_of(request), conversation, NAMES, **chat)
+        generation = await _generation(request, body, conversation, chat)
         if body.stream:
             events = conversation.placed_stream("messages", _stream(gateway, generation))
             return EventStream(request, events, name_errors=True)
         outputs = await run_while_connected(request.receive, gateway.models.generate(generation))
+    return await json_response(size_of(outputs), _message, generation, outputs)
+
+
+async def _generation(
+    request: Request, body: CountRequest, conversation: Conversation, chat: Mapping[str, object]
+) -> Generation:
+    """What to ask of Triton."""
+    made = await beside_loop(request, body.generation, request_id_of(request), conversation, NAMES, **chat)
+    return dataclasses.replace(made, num_bytes=len(await request.body()))
+
+
+def _message(generation: Generation, outputs: Outputs) -> dict[str, Any]:
+    """Anthropic's `message`."""
     blocks = blocks_of(message_of(outputs, 0))
     ending = {**_ending(outputs, calls_tools=has_calls(blocks)), "usage": _usage(outputs)}
-    return JSONResponse(_head(generation) | {"content": [content_block(block) for block in blocks]} | ending)
+    return _head(generation) | {"content": [content_block(block) for block in blocks]} | ending
 
 
 @router.post("/v1/messages/count_tokens", responses=ANTHROPIC_RESPONSES)
 async def count_tokens(body: CountRequest, request: Request) -> dict[str, int]:
     """Count the tokens of a conversation as the model's chat template writes it."""
     conversation = await beside_loop(request, read_messages, body.messages, body.system)
-    chat = body.chat_fields(conversation)
+    chat = await beside_loop(request, body.chat_fields, conversation)
     with conversation.placed_errors("messages"):
-        generation = body.generation(request_id_of(request), conversation, NAMES, **chat)
+        generation = await _generation(request, body, conversation, chat)
         options = {**generation.options, "tokenize_only": True}
         asked = dataclasses.replace(generation, sampling={}, options=options, returns=("num_input_tokens",))
         outputs = await run_while_connected(request.receive, gateway_of(request).models.generate(asked))

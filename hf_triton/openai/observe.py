@@ -8,8 +8,10 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Final
 
+from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hf_triton.errors import clip, where
@@ -26,10 +28,18 @@ CLIENT_LEFT: Final = 499
 
 
 class Observe:
-    """ASGI middleware, the outermost: whatever happens inside, the request is answered, counted and logged."""
+    """ASGI middleware, the outermost: whatever happens inside, the request is answered, counted and logged.
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, tracer: GatewayTracer) -> None:
+    Args:
+        app: What is inside.
+        metrics: The gateway's.
+        tracer: Likewise.
+        routes: The endpoints.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, tracer: GatewayTracer, routes: Sequence[BaseRoute] = ()) -> None:
         self._app = app
+        self._routes = [route for route in routes if isinstance(route, Route)]
         self._metrics = metrics
         self._tracer = tracer
 
@@ -66,19 +76,24 @@ class Observe:
             self._metrics.in_flight.dec()
             self._record(scope, status or CLIENT_LEFT, time.monotonic() - arrival_s)
             if span is not None:
-                self._tracer.end(span, _endpoint(scope), status or CLIENT_LEFT)
+                self._tracer.end(span, self._endpoint(scope), status or CLIENT_LEFT)
+
+    def _endpoint(self, scope: Scope) -> str:
+        """The path of the request's route, also if it was refused before it was routed."""
+        route = scope.get("route")
+        if route is None:
+            matches = [(each.matches(scope)[0].value, each) for each in self._routes]
+            level, best = max(matches, key=lambda match: match[0], default=(0, None))
+            route = best if level else None  # of a path that has other methods, the first
+        return str(getattr(route, "path", OTHER))
 
     def _record(self, scope: Scope, status: int, duration_s: float) -> None:
-        endpoint = _endpoint(scope)
+        endpoint = self._endpoint(scope)
         self._metrics.requests.labels(endpoint, status).inc()
         self._metrics.duration.labels(endpoint).observe(duration_s)
         client = _address(scope)
         place, request_id = clip(scope["path"]), scope["state"]["request_id"]
         LOG.info("%s %s %s %d %.1f ms %s", client, scope["method"], place, status, duration_s * 1e3, request_id)
-
-
-def _endpoint(scope: Scope) -> str:
-    return str(getattr(scope.get("route"), "path", OTHER))
 
 
 def _address(scope: Scope) -> str:

@@ -79,6 +79,9 @@ class Repository(Protocol):
     async def load(self, name: str) -> None:
         """Load a model; return when it is ready."""
 
+    async def load_door(self, name: str) -> None:
+        """Load the stream door of a loaded model, if there is one; return when it is ready."""
+
     async def unload(self, name: str) -> None:
         """Unload a model; return when its memory is free."""
 
@@ -194,6 +197,8 @@ class OnDemand:
         self._orders = itertools.count()
         self._wake = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._doors: dict[str, asyncio.Task[None]] = {}
+        self._door_failures: dict[str, tuple[float, ApiError]] = {}  # and until when requests get them
         self._looking: asyncio.Task[None] | None = None
         self._looked_s = float("-inf")
 
@@ -204,7 +209,7 @@ class OnDemand:
         try:
             yield
         finally:
-            tasks = [runner, *self._tasks, *([self._looking] if self._looking else [])]
+            tasks = [runner, *self._tasks, *self._doors.values(), *([self._looking] if self._looking else [])]
             for task in tasks:
                 task.cancel()
             for entry in self._entries.values():
@@ -254,6 +259,30 @@ class OnDemand:
         if entry is not None and entry.change == use.change and entry.state in (State.READY, State.DRAINING):
             entry.enter(State.UNLOADED)
             self._wake.set()
+
+    async def load_door(self, name: str) -> None:
+        """Load the stream door of a model in use, which somebody has unloaded alone, or has not loaded with it.
+
+        Raises:
+            ApiError: It cannot be loaded, or could not a moment ago.
+        """
+        until_s, failure = self._door_failures.get(name, (0.0, None))
+        if failure is not None and (left_s := until_s - self._clock()) > 0:
+            raise _copy(failure, left_s)
+        if name not in self._doors:
+            self._doors[name] = asyncio.ensure_future(self._load_door(name))
+            self._doors[name].add_done_callback(lambda task: task.cancelled() or task.exception())  # none may wait
+        await asyncio.shield(self._doors[name])
+
+    async def _load_door(self, name: str) -> None:
+        try:
+            await self._repository.load_door(name)
+        except ApiError as error:
+            LOG.warning("%s; tried again for a stream in %g s or later", error.logged, RETRY_S)
+            self._door_failures[name] = (self._clock() + RETRY_S, error)
+            raise
+        finally:
+            del self._doors[name]
 
     def _leave(self, entry: _Entry) -> None:
         entry.num_in_use -= 1

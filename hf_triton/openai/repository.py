@@ -115,12 +115,15 @@ class TritonRepository:
             ApiError: Triton cannot load it; the message has its reason.
         """
         await self._load(name)
-        door = name + DOOR_SUFFIX
-        if door in await self._states():
-            try:
-                await self._load(door)
-            except ApiError as error:  # the model answers whole responses all the same
-                LOG.warning("%s", error.logged)
+        try:
+            await self.load_door(name)
+        except ApiError as error:  # the model answers whole responses all the same
+            LOG.warning("%s", error.logged)
+
+    async def load_door(self, name: str) -> None:
+        """Load a model's stream door, if there is one; raises as `load`."""
+        if (door := name + DOOR_SUFFIX) in await self._states():
+            await self._load(door)
 
     async def _load(self, name: str) -> None:
         await wait_for_attempt(self._channel)

@@ -25,6 +25,12 @@ ROLES: Final = {"user": "user", "assistant": "assistant", "system": "system", "d
 HOSTED: Final = ("tool_search_output", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response")
 """Items of tools that another server has run, beside those whose type ends with `_call`; passed over."""
 
+CALLS: Final = ("function_call", "custom_tool_call")
+READ: Final = (*("type", "role", "content", "call_id", "name", "namespace", "arguments", "input", "output", "tools"),)
+"""The fields of items that say something to the model."""
+PART: Final = ("type", "text", "refusal")
+"""Those of their parts."""
+
 
 class _Message(Fields):
     ignored: ClassVar[Mapping[str, Ignored]] = FROM_OUTPUT
@@ -70,6 +76,36 @@ def items_of(value: str | list[Any]) -> tuple[Any, ...]:
     return ({"role": "user", "content": value},) if isinstance(value, str) else tuple(value)
 
 
+def served_items(items: Sequence[Any]) -> tuple[Any, ...]:
+    """The items without those that are passed over."""
+    return tuple(item for item in items if not _is_passed_over(item))
+
+
+def _is_passed_over(item: object) -> bool:
+    kind = _kind(item)
+    if kind == "reasoning" and isinstance(item, dict):
+        return not item.get("content")
+    return isinstance(kind, str) and kind not in CALLS and (kind.endswith("_call") or kind in HOSTED)
+
+
+def read_part(item: dict[str, Any]) -> dict[str, Any]:
+    """What is read of an item that was read before: neither log probabilities, nor what no model sees."""
+    kept: dict[str, Any] = {name: item[name] for name in READ if name in item}
+    if isinstance(content := kept.get("content"), list):
+        kept["content"] = [_read_fields(part) for part in content]
+    if isinstance(output := kept.get("output"), list):
+        kept["output"] = [_read_fields(part) for part in output]
+    return kept
+
+
+def _read_fields(part: Any) -> Any:
+    return {name: part[name] for name in PART if name in part} if isinstance(part, dict) else part
+
+
+def _kind(item: object) -> object:
+    return item.get("type", "message") if isinstance(item, dict) else "message"
+
+
 def read_input(
     value: str | list[Any], instructions: str | None, tools: ResponseTools, past: Sequence[Any] = ()
 ) -> Conversation:
@@ -95,7 +131,7 @@ def read_input(
 
 
 def _read_item(conversation: Conversation, tools: ResponseTools, place: str, item: object) -> None:
-    kind = item.get("type", "message") if isinstance(item, dict) else "message"
+    kind = _kind(item)
     if kind == "message" and isinstance(item, dict) and item.get("role") == ASSISTANT:
         for text in _past_texts(parse_past(_PastMessage, place, item).content):
             conversation.add_text(ASSISTANT, text, place)
@@ -120,7 +156,7 @@ def _read_item(conversation: Conversation, tools: ResponseTools, place: str, ite
     elif kind == "additional_tools":
         for index, tool in enumerate(parse_at(_AdditionalTools, place, item).tools):
             tools.add(f"{place}.tools[{index}]", tool)
-    elif isinstance(kind, str) and (kind.endswith("_call") or kind in HOSTED):
+    elif isinstance(kind, str) and _is_passed_over(item):
         pass_over(f"{place}.{kind}")
     else:
         known = "'message', 'function_call', 'custom_tool_call', their outputs and 'reasoning'"

@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from hf_triton.errors import clip
+from hf_triton.openai.bodies import write_json
 from hf_triton.openai.errors import ApiError
 
 Item = Mapping[str, Any]
@@ -27,6 +28,15 @@ class StoredResponse:
     input: tuple[Item, ...]
     """Its own."""
 
+    @cached_property
+    def num_bytes(self) -> int:
+        """As JSON, with the conversation that it ends."""
+        return len(write_json([self.response, self.past, self.input]))
+
+    def count_bytes(self) -> int:
+        """The same; takes a while, the first time."""
+        return self.num_bytes
+
     @property
     def items(self) -> tuple[Item, ...]:
         """The conversation up to its end."""
@@ -37,8 +47,11 @@ class StoredResponse:
 class _Entry:
     stored: StoredResponse
     owner: bytes
-    num_bytes: int
     until_s: float
+
+    @property
+    def num_bytes(self) -> int:
+        return self.stored.num_bytes
 
 
 class ResponseStore:
@@ -66,16 +79,21 @@ class ResponseStore:
         """Whether responses are kept."""
         return self._max_responses > 0
 
-    def put(self, stored: StoredResponse, key: bytes) -> None:
-        """Keep a response for the clients with a key; not if it is larger than all may be, or its id is another's."""
-        name = stored.response["id"]
-        num_bytes = len(json.dumps([stored.response, stored.past, stored.input]))
-        if num_bytes > self._max_bytes or (name in self._entries and self._entries[name].owner != _digest(key)):
-            return
+    def put(self, stored: StoredResponse, key: bytes) -> bool:
+        """Keep a response for the clients with a key; not if it is larger than all may be, or its id is another's.
+
+        Returns:
+            Whether it is kept.
+        """
+        name, owner = stored.response["id"], _digest(key)
+        is_others = name in self._entries and self._entries[name].owner != owner
+        if not self.keeps_any or is_others or stored.num_bytes > self._max_bytes:
+            return False
         self._drop(name)
-        self._entries[name] = _Entry(stored, _digest(key), num_bytes, self._clock() + self._keep_s)
-        self._num_bytes += num_bytes
+        self._entries[name] = _Entry(stored, owner, self._clock() + self._keep_s)
+        self._num_bytes += stored.num_bytes
         self._drop_old()
+        return name in self._entries
 
     def get(self, name: str, key: bytes, param: str = "response_id") -> StoredResponse:
         """A response that a client with this key has made.
@@ -100,26 +118,33 @@ class ResponseStore:
 
     def _drop_old(self) -> None:
         now_s = self._clock()
-        for name in [name for name, entry in self._entries.items() if entry.until_s <= now_s]:
-            self._drop(name)
-        while len(self._entries) > self._max_responses:
-            self._drop(self._oldest_of_most(lambda entry: 1))
-        while self._num_bytes > self._max_bytes:
-            self._drop(self._oldest_of_most(lambda entry: entry.num_bytes))
+        while self._entries and (oldest := next(iter(self._entries))) and self._entries[oldest].until_s <= now_s:
+            self._drop(oldest)
+        self._make_room(lambda: len(self._entries) > self._max_responses, lambda entry: 1)
+        self._make_room(lambda: self._num_bytes > self._max_bytes, lambda entry: entry.num_bytes)
 
-    def _oldest_of_most(self, weigh: Callable[[_Entry], int]) -> str:
-        """The oldest response of the key whose responses weigh most together."""
+    def _make_room(self, is_full: Callable[[], bool], weigh: Callable[[_Entry], int]) -> None:
+        """Drop the oldest response of the key whose responses weigh most together, until there is room."""
+        if not is_full():
+            return
+        names: dict[bytes, deque[str]] = {}
         weights: Counter[bytes] = Counter()
-        for entry in self._entries.values():
+        for name, entry in self._entries.items():
+            names.setdefault(entry.owner, deque()).append(name)
             weights[entry.owner] += weigh(entry)
-        [(owner, _)] = weights.most_common(1)
-        return next(name for name, entry in self._entries.items() if entry.owner == owner)
+        while is_full():
+            owner = max(weights, key=weights.__getitem__)
+            name = names[owner].popleft()
+            weights[owner] -= weigh(self._entries[name])
+            self._drop(name)
 
     def _missing(self, name: str, param: str) -> ApiError:
         code = "previous_response_not_found" if param == "previous_response_id" else "not_found"
         message = (
             f"there is no response {clip(name)}: one process of the gateway keeps the last {self._max_responses} "
-            f"responses for {self._keep_s:g} s, in memory: send the whole conversation as input"
+            f"responses for {self._keep_s:g} s, in memory, and {self._max_bytes} bytes of all of them "
+            "(--max-stored-bytes), conversations included; store in a response says whether it was kept: send the "
+            "whole conversation as input"
         )
         return ApiError(404, message, param=param, code=code)
 

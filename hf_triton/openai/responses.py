@@ -7,33 +7,33 @@ import json
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Final
 
 import annotated_types
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from hf_triton.errors import clip
 from hf_triton.openai.agents import ANY, AgentRequest, stream_steps
 from hf_triton.openai.answers import finish_reason_of, message_of, now_s, usage_of
-from hf_triton.openai.blocks import TEXT, Block, Blocks, blocks_of
-from hf_triton.openai.bodies import JsonRoute, beside_loop
-from hf_triton.openai.conversation import parse_at
+from hf_triton.openai.blocks import TEXT, Block, Blocks, Step, blocks_of
+from hf_triton.openai.bodies import MAX_JSON_BYTES, JsonRoute, beside, json_response, write_json
+from hf_triton.openai.conversation import Conversation, parse_at
 from hf_triton.openai.disconnect import run_while_connected
 from hf_triton.openai.errors import ApiError
 from hf_triton.openai.fields import HINT, MAX_TOP_LOGPROBS, ONE_TIER, Fields, Ignored
 from hf_triton.openai.gateway import Gateway, gateway_of, request_id_of
 from hf_triton.openai.hints import pass_over
 from hf_triton.openai.response_events import ResponseEvents
-from hf_triton.openai.response_input import items_of, read_input
+from hf_triton.openai.response_input import items_of, read_input, read_part, served_items
 from hf_triton.openai.response_items import ResponseItems
 from hf_triton.openai.response_store import ResponseStore, StoredResponse
 from hf_triton.openai.response_tools import ResponseTools
 from hf_triton.openai.security import key_of
 from hf_triton.openai.sse import RESPONSES, EventStream
 from hf_triton.openai.stored_responses import store_of
-from hf_triton.openai.triton_messages import Generation, Outputs
+from hf_triton.openai.triton_messages import Generation, Outputs, StreamSize, size_of
 from hf_triton.protocol.chat import MAX_MESSAGES, MAX_TOOLS
 
 router = APIRouter(route_class=JsonRoute)
@@ -181,26 +181,98 @@ def _read_format(form: dict[str, Any] | None) -> dict[str, Any] | None:
 @router.post("/v1/responses", responses=RESPONSES)
 async def create_response(body: ResponsesRequest, request: Request) -> Response:
     """Answer a conversation, in the form that agents read."""
-    gateway, tools = gateway_of(request), await beside_loop(request, body.read_tools)
-    keeper = _Keeper.of(gateway, body, request)
-    conversation = await beside_loop(request, read_input, body.input, body.instructions, tools, keeper.past)
-    conversation.tool_places = tools.places
-    with conversation.placed_errors("input"):
-        generation = body.generation(request_id_of(request), conversation, NAMES, **body.chat_fields(tools))
-        identity = uuid.uuid4().hex  # a client may send one request id with all its requests
-        head, items = _head(body, generation, keeper, identity), ResponseItems(identity, tools)
+    gateway, num_bytes = gateway_of(request), len(await request.body())
+    stored, previous = _stores(gateway, body, key_of(request.scope))
+    num_bytes += 0 if previous is None else previous.num_bytes
+    read = await beside(num_bytes, _Read.of, body, request_id_of(request), previous, num_bytes, is_kept=bool(stored))
+    keeper = _Keeper(stored, key_of(request.scope), read)
+    with read.conversation.placed_errors("input"):
         if body.stream:
-            events = _stream(gateway, head, items, generation, keeper)
-            return EventStream(request, conversation.placed_stream("input", events))
-        outputs = await run_while_connected(request.receive, gateway.models.generate(generation))
-    blocks = blocks_of(message_of(outputs, 0))
-    items.read_logprobs(outputs)
-    for block in blocks:
-        if block.kind == TEXT:
-            items.take_logprobs(block, block.text)
-    response = head | _ending(items, blocks, outputs)
-    keeper.keep(response)
-    return JSONResponse(response)
+            events = _stream(gateway, read, num_bytes, keeper)
+            return EventStream(request, read.conversation.placed_stream("input", events))
+        outputs = await run_while_connected(request.receive, gateway.models.generate(read.generation))
+    num_bytes += size_of(outputs)
+    response = await beside(num_bytes, _response, read, outputs)
+    await keeper.keep(response, num_bytes)
+    return await json_response(num_bytes, dict, response)
+
+
+def _stores(gateway: Gateway, body: ResponsesRequest, key: bytes) -> tuple[ResponseStore | None, StoredResponse | None]:
+    """Where the response of a request is kept, and the one that it goes on behind.
+
+    Raises:
+        ApiError: Nothing is kept, or there is no such earlier response.
+    """
+    previous, param = None, "previous_response_id"
+    if body.previous_response_id is not None:
+        previous = store_of(gateway, param).get(body.previous_response_id, key, param)
+    if body.store:
+        store_of(gateway, "store")
+    return gateway.stored if gateway.stored.keeps_any and body.store is not False else None, previous
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A request, read."""
+
+    past: tuple[Any, ...]
+    """The items that it goes on behind, as far as a model reads them."""
+    input: tuple[Any, ...]
+    conversation: Conversation
+    generation: Generation
+    head: dict[str, Any]
+    items: ResponseItems
+
+    @classmethod
+    def of(
+        cls,
+        body: ResponsesRequest,
+        request_id: str,
+        previous: StoredResponse | None,
+        num_bytes: int,
+        *,
+        is_kept: bool,
+    ) -> _Read:
+        """Read a request.
+
+        Args:
+            body: Its body.
+            request_id: Its id.
+            previous: The response that it goes on behind.
+            num_bytes: At most, of both as JSON.
+            is_kept: Whether the response is to be kept.
+
+        Raises:
+            ApiError: A field or an item is wrong, or the conversation is too long.
+        """
+        tools, own = body.read_tools(), served_items(items_of(body.input))
+        past = () if previous is None else tuple(map(read_part, served_items(previous.items)))
+        _check_length(past, own, num_bytes)
+        conversation = read_input(body.input, body.instructions, tools, past)
+        conversation.tool_places = tools.places
+        with conversation.placed_errors("input"):
+            generation = body.generation(request_id, conversation, NAMES, **body.chat_fields(tools))
+            generation = replace(generation, num_bytes=num_bytes)
+            identity = uuid.uuid4().hex  # a client may send one request id with all its requests
+            head = _head(body, generation, own, identity, is_kept=is_kept)
+        return cls(past, own, conversation, generation, head, ResponseItems(identity, tools))
+
+
+def _check_length(past: Sequence[Any], own: Sequence[Any], num_bytes: int) -> None:
+    """Refuse a conversation that no request could hold.
+
+    Raises:
+        ApiError: It is one; a new one begins without `previous_response_id`.
+    """
+    if not past:
+        return
+    found = f"{len(past)} items, and {len(own)} with the request: {MAX_INPUT_ITEMS} at most"
+    if len(past) + len(own) <= MAX_INPUT_ITEMS:
+        if num_bytes <= MAX_JSON_BYTES or (num_bytes := len(write_json([past, own]))) <= MAX_JSON_BYTES:
+            return
+        found = f"{num_bytes} bytes of JSON with the request: {MAX_JSON_BYTES} at most"
+    message = f"previous_response_id ends a conversation of {found}; send what is left of it as input"
+    raise ApiError(400, message, param="previous_response_id", code="invalid_parameter")
 
 
 @dataclass(frozen=True)
@@ -209,33 +281,29 @@ class _Keeper:
 
     store: ResponseStore | None
     key: bytes
-    past: tuple[Any, ...]
-    input: tuple[Any, ...]
+    read: _Read
 
-    @classmethod
-    def of(cls, gateway: Gateway, body: ResponsesRequest, request: Request) -> _Keeper:
-        """That of a request.
-
-        Raises:
-            ApiError: Nothing is kept, or there is no such earlier response.
-        """
-        key = key_of(request.scope)
-        past: tuple[Any, ...] = ()
-        if (name := body.previous_response_id) is not None:
-            param = "previous_response_id"
-            past = store_of(gateway, param).get(name, key, param).items
-        if body.store:
-            store_of(gateway, "store")
-        is_kept = gateway.stored.keeps_any and body.store is not False
-        return cls(gateway.stored if is_kept else None, key, past, items_of(body.input))
-
-    def keep(self, response: Mapping[str, Any]) -> None:
-        """Keep the response, which has ended."""
+    async def keep(self, response: dict[str, Any], num_bytes: int) -> None:
+        """Keep a response that has ended, of about so many bytes with its conversation, or say in it that it is not."""
         if self.store is not None:
-            self.store.put(StoredResponse(response, self.past, self.input), self.key)
+            stored = StoredResponse(response, self.read.past, self.read.input)
+            await beside(num_bytes, stored.count_bytes)
+            response["store"] = self.store.put(stored, self.key)
 
 
-def _head(body: ResponsesRequest, generation: Generation, keeper: _Keeper, identity: str) -> dict[str, Any]:
+def _response(read: _Read, outputs: Outputs) -> dict[str, Any]:
+    """OpenAI's `response`, whole."""
+    blocks, items = blocks_of(message_of(outputs, 0)), read.items
+    items.read_logprobs(outputs)
+    for block in blocks:
+        if block.kind == TEXT:
+            items.take_logprobs(block, block.text)
+    return read.head | _ending(items, blocks, outputs)
+
+
+def _head(
+    body: ResponsesRequest, generation: Generation, own: Sequence[Any], identity: str, *, is_kept: bool
+) -> dict[str, Any]:
     """OpenAI's `response` in progress, which repeats the request.
 
     Raises:
@@ -256,7 +324,7 @@ def _head(body: ResponsesRequest, generation: Generation, keeper: _Keeper, ident
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": reasoning.get("effort"), "summary": None},
-        "store": keeper.store is not None,
+        "store": is_kept,
         "temperature": body.temperature,
         "text": {"format": text.get("format") or {"type": "text"}},
         "tool_choice": body.tool_choice or "auto",
@@ -271,7 +339,7 @@ def _head(body: ResponsesRequest, generation: Generation, keeper: _Keeper, ident
         "metadata": {},
     }
     try:
-        json.dumps([head, keeper.input if head["store"] else ()], ensure_ascii=False, allow_nan=False).encode()
+        json.dumps([head, own if is_kept else ()], ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
         raise ApiError(400, "the request holds NaN, Infinity, or half of a surrogate pair: JSON has none") from None
     return head
@@ -308,32 +376,45 @@ def _ending(items: ResponseItems, blocks: Sequence[Block], outputs: Outputs) -> 
     }
 
 
-async def _stream(
-    gateway: Gateway, head: dict[str, Any], items: ResponseItems, generation: Generation, keeper: _Keeper
-) -> AsyncGenerator[bytes]:
+async def _stream(gateway: Gateway, read: _Read, num_bytes: int, keeper: _Keeper) -> AsyncGenerator[bytes]:
     """The typed events of a response, from `response.created` to its end."""
-    blocks, events = Blocks(), ResponseEvents(items)
+    head, items = read.head, read.items
+    blocks, events, size = Blocks(), ResponseEvents(items), StreamSize()
+
+    def begin() -> list[bytes]:
+        return [events.event(kind, {"response": head}) for kind in ("response.created", "response.in_progress")]
+
+    def go_on(steps: Sequence[Step], outputs: Outputs) -> bytes:
+        items.read_logprobs(outputs)
+        return b"".join(events.of(step) for step in steps)
+
+    def end(outputs: Outputs) -> tuple[bytes, dict[str, Any]]:
+        data = b"".join(events.of(step, _status(outputs)) for step in blocks.end())
+        return data, head | _ending(items, blocks.blocks, outputs)
+
     try:
-        async with aclosing(stream_steps(gateway, generation, blocks)) as responses:
+        async with aclosing(stream_steps(gateway, read.generation, blocks)) as responses:
             async for steps, outputs in responses:
                 if not events.number:
-                    for kind in ("response.created", "response.in_progress"):
-                        yield events.event(kind, {"response": head})
-                items.read_logprobs(outputs)
-                if data := b"".join(events.of(step) for step in steps):
+                    for data in await beside(num_bytes, begin):
+                        yield data
+                num_new = size.of(outputs, is_whole=any(action == "end" for action, _, _ in steps))
+                if data := await beside(num_new, go_on, steps, outputs):
                     yield data
+                    size.sent()
                 if "finish_reason" in outputs:
-                    status = _status(outputs)
-                    yield b"".join(events.of(step, status) for step in blocks.end())
-                    response = head | _ending(items, blocks.blocks, outputs)
-                    keeper.keep(response)
-                    yield events.event(f"response.{status}", {"response": response})
+                    data, response = await beside(num_new, end, outputs)
+                    yield data
+                    await keeper.keep(response, num_bytes + num_new)
+                    kind = f"response.{response['status']}"
+                    yield await beside(num_bytes + num_new, events.event, kind, {"response": response})
     except ApiError as error:
         if not events.number:
             raise
-        failure = {
-            "status": "failed",
-            "error": {"code": "server_error", "message": error.message},
-            "output": _items(items, blocks.blocks, "incomplete"),
-        }
-        yield events.event("response.failed", {"response": head | failure})
+        failure = {"status": "failed", "error": {"code": "server_error", "message": error.message}}
+
+        def fail() -> bytes:
+            output = _items(items, blocks.blocks, "incomplete")
+            return events.event("response.failed", {"response": {**head, **failure, "output": output}})
+
+        yield await beside(num_bytes + size.total, fail)

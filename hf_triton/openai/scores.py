@@ -11,9 +11,10 @@ from typing import Annotated, Any, ClassVar, Final
 
 import annotated_types
 from fastapi import APIRouter, Request
+from fastapi.responses import Response
 
 from hf_triton.openai.answers import now_s
-from hf_triton.openai.bodies import JsonRoute, beside_loop
+from hf_triton.openai.bodies import JsonRoute, beside_loop, json_response
 from hf_triton.openai.conversation import parse_at
 from hf_triton.openai.encoders import EncoderFields, encode, text_list, usage_of
 from hf_triton.openai.errors import RESPONSES, ApiError
@@ -88,9 +89,14 @@ class ScoreRequest(EncoderFields):
         return pair
 
 
-@router.post("/v1/rerank", responses=RESPONSES)
-async def rerank(body: RerankRequest, request: Request) -> dict[str, Any]:
+@router.post("/v1/rerank", responses=RESPONSES, response_model=dict[str, Any])
+async def rerank(body: RerankRequest, request: Request) -> Response:
     """Documents by their score for a query."""
+    return await json_response(len(await request.body()), dict, await ranked(body, request))
+
+
+async def ranked(body: RerankRequest, request: Request) -> dict[str, Any]:
+    """The answer of `/v1/rerank`."""
     documents = await beside_loop(request, _read_documents, body.documents)
     texts = {"query": [body.query], "documents": text_list("documents", documents)}
     outputs = await encode(request, body, RERANK, texts, [SCORE])
@@ -113,9 +119,9 @@ def _read_documents(documents: Sequence[str | dict[str, Any]]) -> list[str]:
     ]
 
 
-@router.post("/v1/score", responses=RESPONSES)
+@router.post("/v1/score", responses=RESPONSES, response_model=dict[str, Any])
 @router.post("/score", include_in_schema=False)
-async def score(body: ScoreRequest, request: Request) -> dict[str, Any]:
+async def score(body: ScoreRequest, request: Request) -> Response:
     """Scores of pairs of texts."""
     one, other = body.pair()
     first, second = text_list(one, getattr(body, one)), text_list(other, getattr(body, other))
@@ -124,7 +130,8 @@ async def score(body: ScoreRequest, request: Request) -> dict[str, Any]:
     names = {"query": one, "documents": other}
     outputs = await encode(request, body, RERANK, {"query": first, "documents": second}, [SCORE], names=names)
     data = [{"index": index, "object": "score", "score": each} for index, each in enumerate(outputs[SCORE])]
-    return {**response_head(body, request, "score"), "data": data, "usage": usage_of(outputs)}
+    answer = {**response_head(body, request, "score"), "data": data, "usage": usage_of(outputs)}
+    return await json_response(64 * len(data), dict, answer)
 
 
 def response_head(body: EncoderFields, request: Request, kind: str) -> dict[str, Any]:

@@ -68,11 +68,13 @@ class ApiKeys:
 
     def _take(self, keys: dict[bytes, Quota]) -> None:
         """Serve these keys; those that stay keep their use."""
-        old, quotas = self._accounts, {self._digest(key): quota for key, quota in keys.items()}
-        names = {account.quota.name for account in old.values()} - {quota.name for quota in quotas.values()}
-        for digest in old.keys() & quotas.keys():
-            old[digest].change(quotas[digest])
-        self._accounts = {each: old.get(each) or Account(quota, self._metrics) for each, quota in quotas.items()}
+        old, digests = self._accounts, {self._digest(key): key for key in keys}
+        names = {account.quota.name for account in old.values()} - {quota.name for quota in keys.values()}
+        for digest in old.keys() & digests.keys():
+            old[digest].change(keys[digests[digest]])
+        self._accounts = {
+            digest: old.get(digest) or Account(keys[key], self._metrics, key) for digest, key in digests.items()
+        }
         for name in names:
             self._metrics.forget_key(name)
 

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from hf_triton.openai.bodies import write_json
 from hf_triton.openai.disconnect import run_while_connected
 from hf_triton.openai.errors import ApiError, gateway_stops
 from hf_triton.openai.gateway import gateway_of
@@ -26,9 +27,10 @@ RESPONSES: Final[dict[int | str, dict[str, Any]]] = {
 HEADERS: Final = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
-def event(data: object) -> bytes:
-    """One event of JSON."""
-    return b"data: %b\n\n" % json.dumps(data, ensure_ascii=False).encode()
+def event(data: object, *, is_small: bool = True) -> bytes:
+    """One event of JSON; one that may be large is written in pieces."""
+    text = json.dumps(data, ensure_ascii=False).encode() if is_small else write_json(data)
+    return b"data: %b\n\n" % text
 
 
 def chunk_start(head: dict[str, Any]) -> bytes:

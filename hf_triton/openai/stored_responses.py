@@ -6,20 +6,23 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
+from fastapi.responses import Response
 
+from hf_triton.openai.bodies import json_response
 from hf_triton.openai.errors import RESPONSES, ApiError
 from hf_triton.openai.gateway import Gateway, gateway_of
-from hf_triton.openai.response_store import ResponseStore
+from hf_triton.openai.response_store import ResponseStore, StoredResponse
 from hf_triton.openai.security import key_of
 
 router = APIRouter()
 MAX_ITEMS = 100
 
 
-@router.get("/v1/responses/{response_id}", responses=RESPONSES)
-async def retrieve_response(response_id: str, request: Request) -> dict[str, Any]:
+@router.get("/v1/responses/{response_id}", responses=RESPONSES, response_model=dict[str, Any])
+async def retrieve_response(response_id: str, request: Request) -> Response:
     """A response as it ended."""
-    return dict(_store(request).get(response_id, key_of(request.scope)).response)
+    stored = _store(request).get(response_id, key_of(request.scope))
+    return await json_response(stored.num_bytes, dict, stored.response)
 
 
 @router.delete("/v1/responses/{response_id}", responses=RESPONSES)
@@ -29,16 +32,20 @@ async def delete_response(response_id: str, request: Request) -> dict[str, Any]:
     return {"id": response_id, "object": "response", "deleted": True}
 
 
-@router.get("/v1/responses/{response_id}/input_items", responses=RESPONSES)
+@router.get("/v1/responses/{response_id}/input_items", responses=RESPONSES, response_model=dict[str, Any])
 async def list_input_items(
     response_id: str,
     request: Request,
     limit: Annotated[int, Query(ge=1, le=MAX_ITEMS)] = 20,
     order: Literal["asc", "desc"] = "desc",
     after: str | None = None,
-) -> dict[str, Any]:
+) -> Response:
     """The items of a response's own input."""
     stored = _store(request).get(response_id, key_of(request.scope))
+    return await json_response(stored.num_bytes, _page, stored, limit, order, after)
+
+
+def _page(stored: StoredResponse, limit: int, order: str, after: str | None) -> dict[str, Any]:
     # A client's own ids may be null, or be there twice: its pages would never end.
     items = [{"type": "message", **item, "id": f"item_{index}"} for index, item in enumerate(stored.input)]
     if order == "desc":

@@ -13,11 +13,10 @@ from typing import Annotated, Any, Final, Literal
 import annotated_types
 import numpy as np
 from fastapi import APIRouter, Request, Response
-from pydantic_core import to_json
 
 from hf_triton import __version__
 from hf_triton.errors import clip
-from hf_triton.openai.bodies import JsonRoute, beside_loop
+from hf_triton.openai.bodies import JsonRoute, beside, beside_loop, json_response
 from hf_triton.openai.conversation import parse_at
 from hf_triton.openai.encoders import EncoderFields, encode, text_list, texts_or_tokens
 from hf_triton.openai.errors import TEI_PATHS, TEI_RESPONSES, ApiError
@@ -33,6 +32,7 @@ from hf_triton.openai.triton_messages import (
     RERANK,
     SPARSE,
     Outputs,
+    size_of,
 )
 from hf_triton.protocol.names import JSON_OUTPUT
 
@@ -179,7 +179,7 @@ async def embed(body: EmbedRequest, request: Request) -> Response:
     outputs = await _encode(
         request, body, EMBEDDINGS, {name: texts}, [EMBEDDING], parameters=parameters, names={name: "inputs"}
     )
-    return _json(to_json(_rows(outputs[EMBEDDING], len(texts))))
+    return await json_response(size_of(outputs), _rows, outputs[EMBEDDING], len(texts))
 
 
 @router.post("/embed_all", responses=TEI_RESPONSES, response_model=list[list[list[float]]])
@@ -187,8 +187,12 @@ async def embed_all(body: EmbedAllRequest, request: Request) -> Response:
     """The vectors of each text's tokens, before pooling; by a folder of the task feature-extraction."""
     texts = {"text": text_list("inputs", body.inputs)}
     outputs = await _encode(request, body, FEATURES, texts, [JSON_OUTPUT], names={"text": "inputs"})
-    vectors = ",".join(text[1:-1] for text in outputs[JSON_OUTPUT])  # each has one row; not read, for its size
-    return _json(f"[{vectors}]")
+    return Response(await beside(size_of(outputs), _vectors, outputs), media_type="application/json")
+
+
+def _vectors(outputs: Outputs) -> str:
+    """The vectors of all texts: each text has one row, which is not read, for its size."""
+    return f"[{','.join(text[1:-1] for text in outputs[JSON_OUTPUT])}]"
 
 
 @router.post("/embed_sparse", responses=TEI_RESPONSES, response_model=list[list[dict[str, int | float]]])
@@ -197,15 +201,18 @@ async def embed_sparse(body: EmbedSparseRequest, request: Request) -> Response:
     texts, parameters = {"text": text_list("inputs", body.inputs)}, {"prompt_name": body.prompt_name}
     names = {"text": "inputs"}
     outputs = await _encode(request, body, SPARSE, texts, [JSON_OUTPUT], parameters=parameters, names=names)
-    vectors = [
+    return await json_response(size_of(outputs), _sparse, outputs)
+
+
+def _sparse(outputs: Outputs) -> list[list[dict[str, Any]]]:
+    return [
         [{"index": index, "value": value} for index, value in zip(each["indices"], each["values"], strict=True)]
         for each in map(json.loads, outputs[JSON_OUTPUT])
     ]
-    return _json(to_json(vectors))
 
 
-@router.post("/similarity", responses=TEI_RESPONSES)
-async def similarity(body: SimilarityRequest, request: Request) -> list[float]:
+@router.post("/similarity", responses=TEI_RESPONSES, response_model=list[float])
+async def similarity(body: SimilarityRequest, request: Request) -> Response:
     """The cosine of a sentence's vector and those of others."""
     place = "inputs.sentences"
     inputs = await beside_loop(request, parse_at, _Sentences, "inputs", body.inputs)
@@ -213,15 +220,18 @@ async def similarity(body: SimilarityRequest, request: Request) -> list[float]:
     outputs = await _encode(
         request, body, EMBEDDINGS, {"text": texts}, [EMBEDDING], parameters={"normalize": True}, names={"text": place}
     )
-    vectors = np.array(_rows(outputs[EMBEDDING], len(texts)))
-    cosines: list[float] = (vectors[:-1] @ vectors[-1]).tolist()
-    return cosines
+    return await json_response(size_of(outputs), _cosines, outputs, len(texts))
 
 
-@router.post("/predict", responses=TEI_RESPONSES)
-async def predict(body: PredictRequest, request: Request) -> list[Any]:
+def _cosines(outputs: Outputs, num_texts: int) -> list[float]:
+    *vectors, source = map(np.array, _rows(outputs[EMBEDDING], num_texts))
+    return [float(vector @ source) for vector in vectors]
+
+
+@router.post("/predict", responses=TEI_RESPONSES, response_model=list[Any])
+async def predict(body: PredictRequest, request: Request) -> Response:
     """Labels with their scores, the best first; of a list, a list for each of its entries."""
-    entries, is_batch = _pairs(body.inputs)
+    entries, is_batch = await beside_loop(request, _pairs, body.inputs)
     parameters = {"function_to_apply": "none" if body.raw_scores else None}
     answers: list[Any] = [None] * len(entries)
     for size in (1, 2):
@@ -231,11 +241,19 @@ async def predict(body: PredictRequest, request: Request) -> list[Any]:
         texts = {name: [entries[row][side] for row in rows] for side, name in enumerate(("text", "text_pair")[:size])}
         names = dict.fromkeys(texts, "inputs")
         outputs = await _encode(request, body, CLASSIFICATION, texts, ALL, parameters=parameters, names=names)
-        labels, scores = (_rows(outputs[name], len(rows)) for name in ALL)
-        for row, own_labels, own_scores in zip(rows, labels, scores, strict=True):
-            pairs = sorted(zip(own_scores, own_labels, strict=True), key=lambda pair: -pair[0])
-            answers[row] = [{"score": score, "label": label} for score, label in pairs]
-    return answers if is_batch else answers[0]
+        found = await beside(size_of(outputs), _predictions, outputs, len(rows))
+        for row, predictions in zip(rows, found, strict=True):
+            answers[row] = predictions
+    num_bytes = 64 * sum(map(len, answers))  # a label with its score
+    return await json_response(num_bytes, list, answers if is_batch else answers[0])
+
+
+def _predictions(outputs: Outputs, num_rows: int) -> list[list[dict[str, Any]]]:
+    """The labels of each row with their scores, the best first."""
+    labels, scores = (_rows(outputs[name], num_rows) for name in ALL)
+    pairs = (zip(*row, strict=True) for row in zip(scores, labels, strict=True))
+    ranked = (sorted(row, key=lambda pair: -pair[0]) for row in pairs)
+    return [[{"score": score, "label": label} for score, label in row] for row in ranked]
 
 
 def _pairs(inputs: str | Sequence[str | list[str]]) -> tuple[list[list[str]], bool]:
@@ -261,7 +279,8 @@ async def rank(body: RankRequest, request: Request) -> Any:
         given = body.model_dump(include=body.model_fields_set)
         return await rerank(await beside_loop(request, RerankRequest.model_validate, given), request)
     try:
-        return await _ranks(request, body, body.texts)
+        ranks = await _ranks(request, body, body.texts)
+        return await json_response(len(await request.body()), list, ranks)
     except ApiError as error:
         return error.response(TEI_PATHS[0])  # the path has both forms
 
@@ -305,11 +324,6 @@ async def _model(request: Request, name: str) -> Model:
         if served.name == name:
             return served
     raise await models.missing(name)
-
-
-def _json(text: str | bytes) -> Response:
-    """An answer of a million numbers, which FastAPI does not check number by number while other requests wait."""
-    return Response(text, media_type="application/json")
 
 
 def _rows(values: list[Any], num_rows: int) -> list[list[Any]]:

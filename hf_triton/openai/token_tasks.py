@@ -12,14 +12,15 @@ from typing import Annotated, Any, Final, Literal
 
 import annotated_types
 from fastapi import APIRouter, Request
+from fastapi.responses import Response
 
 from hf_triton.openai.answers import now_s
-from hf_triton.openai.bodies import JsonRoute
+from hf_triton.openai.bodies import JsonRoute, json_response
 from hf_triton.openai.encoders import EncoderFields, encode, text_list
 from hf_triton.openai.errors import RESPONSES
 from hf_triton.openai.fields import Texts
 from hf_triton.openai.gateway import request_id_of
-from hf_triton.openai.triton_messages import FILL_MASK, TOKEN_CLASSIFICATION
+from hf_triton.openai.triton_messages import FILL_MASK, TOKEN_CLASSIFICATION, size_of
 from hf_triton.protocol.names import JSON_OUTPUT
 from hf_triton.protocol.task_declaration import MAX_FILLS
 
@@ -47,28 +48,27 @@ class FillMaskRequest(_TextRequest):
     """How many tokens to list for each mask, the likeliest first. By default 5."""
 
 
-@router.post("/v1/token-classification", responses=RESPONSES)
-async def classify_tokens(body: TokenClassificationRequest, request: Request) -> dict[str, Any]:
+@router.post("/v1/token-classification", responses=RESPONSES, response_model=dict[str, Any])
+async def classify_tokens(body: TokenClassificationRequest, request: Request) -> Response:
     """The entities of each text, with their places in code points."""
     return await _answer(
         body, request, TOKEN_CLASSIFICATION, "entities", aggregation_strategy=body.aggregation_strategy
     )
 
 
-@router.post("/v1/fill-mask", responses=RESPONSES)
-async def fill_mask(body: FillMaskRequest, request: Request) -> dict[str, Any]:
+@router.post("/v1/fill-mask", responses=RESPONSES, response_model=dict[str, Any])
+async def fill_mask(body: FillMaskRequest, request: Request) -> Response:
     """The likeliest tokens for the mask of each text; of several masks, a list for each."""
     return await _answer(body, request, FILL_MASK, "fills", top_k=body.top_k)
 
 
-async def _answer(body: _TextRequest, request: Request, task: str, name: str, **parameters: Any) -> dict[str, Any]:
+async def _answer(body: _TextRequest, request: Request, task: str, name: str, **parameters: Any) -> Response:
     texts = {TEXT: text_list("input", body.input)}
     outputs = await encode(request, body, task, texts, [JSON_OUTPUT], parameters=parameters, names={TEXT: "input"})
-    results = map(json.loads, outputs[JSON_OUTPUT])
-    return {
-        "id": f"{task}-{request_id_of(request)}",
-        "object": "list",
-        "created": now_s(),
-        "model": body.model,
-        "data": [{"index": index, name: result} for index, result in enumerate(results)],
-    }
+    head = {"id": f"{task}-{request_id_of(request)}", "object": "list", "created": now_s(), "model": body.model}
+
+    def build() -> dict[str, Any]:
+        results = map(json.loads, outputs[JSON_OUTPUT])
+        return {**head, "data": [{"index": index, name: result} for index, result in enumerate(results)]}
+
+    return await json_response(size_of(outputs), build)

@@ -8,15 +8,16 @@ from typing import Annotated, Any, Final
 
 import annotated_types
 from fastapi import APIRouter, Request
+from fastapi.responses import Response
 
 from hf_triton.openai.answers import json_output, text_of
-from hf_triton.openai.bodies import JsonRoute
+from hf_triton.openai.bodies import JsonRoute, json_response
 from hf_triton.openai.disconnect import run_while_connected
 from hf_triton.openai.errors import ApiError
 from hf_triton.openai.fields import Fields, Messages, TokenIds, Tools
 from hf_triton.openai.gateway import gateway_of, request_id_of
 from hf_triton.openai.hints import pass_over
-from hf_triton.openai.triton_messages import Generation, Outputs
+from hf_triton.openai.triton_messages import Generation, Outputs, size_of
 from hf_triton.protocol.custom_tools import hosted_type
 from hf_triton.protocol.names import JSON_OUTPUT
 
@@ -66,8 +67,8 @@ class DetokenizeRequest(Fields):
     """Token ids."""
 
 
-@router.post("/tokenize")
-async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
+@router.post("/tokenize", response_model=dict[str, Any])
+async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """The token ids of a text or a conversation."""
     if (body.prompt is None) == (body.messages is None):
         param = None if body.prompt is None else "prompt"
@@ -82,17 +83,17 @@ async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
         pass_over(f"tools.{kind}")
     prompt: dict[str, Any] = {"messages": body.messages} if body.messages else {"prompts": [body.prompt]}
     outputs = await _run(request, body, options, returns=(JSON_OUTPUT,), **prompt)
-    tokens: dict[str, Any] = json_output(outputs, JSON_OUTPUT, 0)
-    return tokens if body.return_token_strs else {**tokens, "token_strs": None}
+    more = {} if body.return_token_strs else {"token_strs": None}
+    return await json_response(size_of(outputs), lambda: json_output(outputs, JSON_OUTPUT, 0) | more)
 
 
-@router.post("/detokenize")
-async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, Any]:
+@router.post("/detokenize", response_model=dict[str, Any])
+async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     """The text of token ids."""
     if not body.tokens:
-        return {"prompt": ""}
+        return await json_response(0, dict, prompt="")
     outputs = await _run(request, body, {}, returns=(), prompt_token_ids=body.tokens)
-    return {"prompt": text_of(outputs, 0)}
+    return await json_response(size_of(outputs), dict, prompt=text_of(outputs, 0))
 
 
 async def _run(
@@ -110,6 +111,7 @@ async def _run(
         returns=returns,
         names={"prompt_token_ids": "tokens", "text_input": "prompt"},
         fields=body.model_fields_set,
+        num_bytes=len(await request.body()),
         **prompt,
     )
     return await run_while_connected(request.receive, gateway_of(request).models.generate(generation))

@@ -17,7 +17,8 @@ import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from hf_triton.errors import clip
-from hf_triton.openai.accounts import Tally, allows_model, check_model
+from hf_triton.openai.accounts import Tally, allows_model, check_model, with_salt
+from hf_triton.openai.bodies import beside
 from hf_triton.openai.endpoint import Endpoint, wait_for_attempt
 from hf_triton.openai.errors import ApiError, load_reason, model_not_found, out_of_shared_memory, triton_error
 from hf_triton.openai.hints import pass_over
@@ -228,6 +229,10 @@ class TritonModels:
         if model.door is None:
             await asyncio.shield(self._list())  # it may have come meanwhile
             model = await self._model(name)
+        if model.door is None and self._on_demand is not None:
+            await self._on_demand.load_door(model.name)
+            await self._refresh()
+            model = await self._model(name)
         if model.door is None:
             raise await self._without_stream(model.name)
         return model.door
@@ -241,19 +246,35 @@ class TritonModels:
             return
         async with self._on_demand.in_use(name, timeout_s) as use:
             if self._changes.get(name) != use.change:
-                if self._listing is not None and not self._listing.done():
-                    await asyncio.wait([self._listing])  # it began before the load
                 self._infos.forget(name)
-                await asyncio.shield(self._list())
+                await self._refresh()
                 self._changes[name] = use.change
             yield use
 
-    def _is_lost(self, use: Use, error: ApiError) -> bool:
-        """Whether a request failed since its model is not loaded any more; it will be loaded again."""
+    async def _is_repaired(self, use: Use, error: ApiError) -> bool:
+        """Whether a request that failed may be sent again: others have unloaded its model, or its stream door alone."""
         if self._on_demand is None or error.code not in LOST:
             return False
+        with contextlib.suppress(ApiError):
+            if error.code == "not_loaded":
+                await self._refresh()
+                if use.name in self._models:  # its door is loaded with the next try
+                    return True
         self._on_demand.lost(use)
         return True
+
+    async def _has_changed(self, folder: Folder | None, error: ApiError) -> bool:
+        """Whether Triton refused a request that was made for a folder as it was before others loaded it anew."""
+        if folder is None or error.code is not None:
+            return False
+        await self._refresh()
+        return self._folders.get(folder.name, folder) != folder
+
+    async def _refresh(self) -> None:
+        """List the models as they are now."""
+        if self._listing is not None and not self._listing.done():
+            await asyncio.wait([self._listing])  # it may have asked Triton before
+        await asyncio.shield(self._list())
 
     def _list(self) -> asyncio.Task[None]:
         """Start listing the models, or join those who wait for the list."""
@@ -294,6 +315,8 @@ class TritonModels:
             ApiError: The request is refused, or failed.
         """
         check_model(generation.model_name)
+        if isinstance(generation, Generation):
+            generation = with_salt(generation)
         outputs = await self._loaded(generation.model_name, partial(self._generate, generation))
         Tally(generation).read(outputs)
         return outputs
@@ -306,24 +329,33 @@ class TritonModels:
                 try:
                     return await call(use.left_s)
                 except ApiError as error:
-                    if not self._is_lost(use, error):
+                    if not await self._is_repaired(use, error):
                         raise
         async with self._in_use(name, deadline_s) as use:
             return await call(use.left_s)
 
     async def _generate(self, generation: Generation | TextRequest, timeout_s: float) -> Outputs:
         folder = await self._folder(generation.model_name, generation.task, is_stream=False)
-        self._note_hints(generation)
+        await beside(generation.size, self._note_hints, generation)
+        try:
+            return await self._infer(folder, generation, timeout_s)
+        except ApiError as error:
+            if not await self._has_changed(folder, error):
+                raise
+        folder = await self._folder(generation.model_name, generation.task, is_stream=False)
+        return await self._infer(folder, generation, timeout_s)
+
+    async def _infer(self, folder: Folder, generation: Generation | TextRequest, timeout_s: float) -> Outputs:
         if folder.is_decoupled:  # such folders refuse ModelInfer
             responses = [response async for response in self._stream(folder, generation, timeout_s, is_stream=False)]
             return _last(responses)
-        message = infer_request(folder, generation, is_stream=False)
+        message = await beside(generation.size, infer_request, folder, generation, is_stream=False)
         await wait_for_attempt(self._channel)
         try:
             answer = await self._stub.ModelInfer(message, timeout=timeout_s, metadata=self._call_headers())
         except grpc.aio.AioRpcError as error:
             raise self._error(error, generation) from None
-        return _last([read_outputs(answer)])
+        return _last([await _read(answer)])
 
     async def stream(self, generation: Generation) -> AsyncGenerator[Outputs]:
         """Start generating; the iterator gives the responses as they come. Closing it cancels the request.
@@ -335,15 +367,16 @@ class TritonModels:
                 reached; by the iterator.
         """
         check_model(generation.model_name)
+        generation = with_salt(generation)
         tally, deadline_s = Tally(generation), time.monotonic() + self._timeout_s
         if tally.counts:  # the tokens of a stream that is cancelled are known from its responses
             generation = dataclasses.replace(generation, returns={*generation.returns, "token_ids"})
         for num_loads in range(1, MAX_LOADS + 1):
-            has_started = False
+            has_started, folder = False, None
             async with self._in_use(generation.model_name, deadline_s) as use:
                 try:
                     folder = await self._folder(generation.model_name, generation.task, is_stream=True)
-                    self._note_hints(generation)
+                    await beside(generation.size, self._note_hints, generation)
                     async with contextlib.aclosing(
                         self._stream(folder, generation, use.left_s, is_stream=True)
                     ) as responses:
@@ -353,13 +386,15 @@ class TritonModels:
                             yield outputs
                     return
                 except ApiError as error:
-                    if has_started or num_loads == MAX_LOADS or not self._is_lost(use, error):
+                    if has_started or num_loads == MAX_LOADS:
+                        raise
+                    if not (await self._is_repaired(use, error) or await self._has_changed(folder, error)):
                         raise
 
     async def _stream(
         self, folder: Folder, generation: Generation | TextRequest, timeout_s: float, *, is_stream: bool
     ) -> AsyncGenerator[Outputs]:
-        message = infer_request(folder, generation, is_stream=is_stream)
+        message = await beside(generation.size, infer_request, folder, generation, is_stream=is_stream)
         await wait_for_attempt(self._channel)
         call = self._stub.ModelStreamInfer(timeout=timeout_s, metadata=self._call_headers())
         try:
@@ -370,7 +405,7 @@ class TritonModels:
                 if response.error_message:
                     failure = self._triton_error(response.error_message, 500, generation)
                 elif response.infer_response.outputs:
-                    yield read_outputs(response.infer_response)
+                    yield await _read(response.infer_response)
             if failure is not None:
                 raise failure
             if await call.code() is not grpc.StatusCode.OK:
@@ -432,6 +467,10 @@ class TritonModels:
                 code="not_loaded",
             )
         return error
+
+
+async def _read(answer: Any) -> Outputs:
+    return await beside(sum(map(len, answer.raw_output_contents)), read_outputs, answer)
 
 
 _HTTP_STATUS: Final[Mapping[grpc.StatusCode, int]] = {

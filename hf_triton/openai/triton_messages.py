@@ -159,6 +159,11 @@ class TextRequest:
         """The model, without the adapter that `model` may name behind it."""
         return base_name(self.model)
 
+    @property
+    def size(self) -> int:
+        """About how many bytes it has."""
+        return sum(len(text) for texts in self.texts.values() for text in texts)
+
 
 def adapter_name(model: str, named: object) -> str | None:
     """The adapter that a request names behind its model, or by its `lora_name`; None: it names none.
@@ -189,7 +194,7 @@ class Generation:
     options: Mapping[str, bool | int | str]
     """Request options and chat options."""
     prompts: Sequence[str] = ()
-    messages: object = None
+    messages: Sequence[object] | None = None
     """OpenAI's list of messages, instead of prompts."""
     prompt_token_ids: Sequence[int] | None = None
     """One prompt's token ids, instead of prompts."""
@@ -199,11 +204,18 @@ class Generation:
     """The client's names of our parameters, for error messages."""
     fields: Collection[str] = ()
     """The fields that the client has sent."""
+    num_bytes: int = 0
+    """About how many bytes its messages and options have."""
 
     @property
     def task(self) -> str:
         """What the model must do."""
         return TEXT_GENERATION
+
+    @property
+    def size(self) -> int:
+        """About how many bytes it has."""
+        return max(self.num_bytes, sum(map(len, self.prompts)), 8 * len(self.prompt_token_ids or ()))
 
     def unread_variables(self, info: ModelInfo) -> list[str]:
         """The client's names of variables and a budget that change nothing for a model."""
@@ -276,7 +288,8 @@ def _add_generation(message: Any, folder: Folder, generation: Generation, *, is_
     if sampling := generation.sampling_parameters:
         parameters["sampling_parameters"] = json.dumps(sampling)
     if generation.messages is not None:
-        text = json.dumps(generation.messages, ensure_ascii=False)
+        pieces = (json.dumps(message, ensure_ascii=False) for message in generation.messages)
+        text = f"[{', '.join(pieces)}]"
         if MESSAGES in folder.inputs:
             _add_strings(message, folder, MESSAGES, [text])
         else:
@@ -319,6 +332,32 @@ def _add_ids(request: Any, folder: Folder, token_ids: Sequence[int]) -> None:
     shape = [1, len(token_ids)] if folder.max_batch_size else [len(token_ids)]
     request.inputs.add(name=PROMPT_TOKEN_IDS, datatype="INT64", shape=shape)
     request.raw_input_contents.append(struct.pack(f"<{len(token_ids)}q", *token_ids))
+
+
+def size_of(outputs: Outputs) -> int:
+    """About how many bytes of memory outputs take."""
+    return sum(
+        sum(map(len, values)) if values and isinstance(values[0], str) else 8 * len(values)
+        for values in outputs.values()
+    )
+
+
+class StreamSize:
+    """How many bytes the next piece of a stream is made of: what has come since the last, and at the end everything."""
+
+    def __init__(self) -> None:
+        self.total = self._since = 0
+
+    def of(self, outputs: Outputs, *, is_whole: bool = False) -> int:
+        """With a response's outputs; of a piece that repeats earlier ones, everything."""
+        num_bytes = size_of(outputs)
+        self.total += num_bytes
+        self._since += num_bytes
+        return self.total if is_whole or "finish_reason" in outputs else self._since
+
+    def sent(self) -> None:
+        """A piece was sent."""
+        self._since = 0
 
 
 def read_outputs(response: Any) -> Outputs:

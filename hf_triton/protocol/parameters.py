@@ -51,6 +51,7 @@ MAX_NGRAM_SIZE: Final = 128  # searching for longer ones in a long sequence woul
 MAX_STOP_STRINGS: Final = 16
 MAX_LOGPROBS: Final = 20
 MAX_SECONDS: Final = 86_400
+MAX_SALT_CHARACTERS: Final = 1024
 GREEDY_BELOW: Final = 1e-3  # dividing logits by less overflows float16, and is greedy anyway
 
 ShortText = Annotated[str, annotated_types.MinLen(1), annotated_types.MaxLen(1000)]
@@ -250,6 +251,10 @@ class GenerationParameters(BaseModel):
     lora_name: str | None = None
     """Name of the LoRA adapter to generate with, of the setting `adapters` or the folder's `adapters/`. By default, and
     if it is empty, none."""
+
+    cache_salt: Annotated[str, annotated_types.MinLen(1), annotated_types.MaxLen(MAX_SALT_CHARACTERS)] | None = None
+    """A text that no other client knows: only prompts with the same one share the KV cache of a prefix, so that neither
+    `num_cached_tokens` nor times tell what others have sent. By default those without one share."""
 
     queue_priority: Annotated[int, annotated_types.Ge(-100), annotated_types.Le(100)] | None = None
     """Priority in the queue: lower values go first. Requests of equal priority take turns, one prompt each. By default

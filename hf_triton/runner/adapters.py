@@ -70,14 +70,14 @@ class Adapters:
         self._mixes = mixes
         self._plain = _active_adapter(model)
         self._names = AdapterNames(model, self._plain)
-        self._lock = threading.Lock()
+        self._lock, self._loading = threading.Lock(), threading.Lock()
         self._numbers = itertools.count(1)
         self._loaded: dict[str, weakref.ref[Adapter]] = {}
         if self._plain != NO_ADAPTER:
             self._hook_layers()
 
     def load(self, folder: Path, name: str = "") -> Adapter:
-        """Load an adapter beside the others, and try it.
+        """Load an adapter beside the others, and try it. Files are read side by side; adapters come in one by one.
 
         Args:
             folder: With adapter_config.json and adapter_model.safetensors.
@@ -88,7 +88,13 @@ class Adapters:
             SettingsError: peft is not installed.
         """
         config = read_adapter_config(folder)
-        tensors = read_tensors(folder, 2 * self._num_bytes + SPARE_BYTES)
+        with self._loading:
+            max_bytes = 2 * self._num_bytes + SPARE_BYTES
+        tensors = read_tensors(folder, max_bytes)
+        with self._loading:
+            return self._add(name, config, tensors)
+
+    def _add(self, name: str, config: AdapterConfig, tensors: dict[str, torch.Tensor]) -> Adapter:
         plan = self._plan(config, tensors)
         adapter = Adapter(next(self._numbers), name)
         fault = None

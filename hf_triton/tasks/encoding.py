@@ -74,10 +74,9 @@ class EncoderService(EngineTask["_Response"]):
         info: ModelInfo | None = None,
         adapters: AdapterStore | None = None,
     ) -> None:
-        super().__init__(engine, limits, max_waiting=max_waiting, num_threads=NUM_THREADS, info=info)
+        super().__init__(engine, limits, max_waiting=max_waiting, num_threads=NUM_THREADS, info=info, adapters=adapters)
         self._task = task
         self._meter = meter
-        self._adapters = adapters
 
     def submit(self, request: InferenceRequest, config: ResponseConfig) -> None:
         """Check a request and start it, see `Task`."""
@@ -90,8 +89,8 @@ class EncoderService(EngineTask["_Response"]):
             checked = dataclasses.replace(checked, shape=(*checked.shape, 1))  # MLServer's
         response = _Response(request, self._task, checked, names, self._meter, self._pool)
         is_short = len(checked.rows) == 1 and _takes_no_time(checked.rows[0])
-        is_quick = is_short and not checked.options.lora_name  # which may have to be loaded
-        self._begin(response, len(checked.rows), request.deadline_s(), is_quick=is_quick)
+        adapters = [response.lora_name] if response.lora_name else []
+        self._begin(response, len(checked.rows), request.deadline_s(), is_quick=is_short, adapters=adapters)
 
     def _prepare(self, response: _Response) -> None:
         """Make token sequences of a request's rows and queue them."""

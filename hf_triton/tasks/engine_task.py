@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Generic, TypeVar
 
 from hf_triton.engine.types import Engine, EngineLoad
 from hf_triton.errors import HfTritonError, as_own_error
 from hf_triton.protocol.model_info import ModelInfo
 from hf_triton.protocol.prompts import Limits
+from hf_triton.tasks.adapters import AdapterStore, Waiter
 from hf_triton.tasks.admission import AdmissionGate, PendingResponse
 
 Response = TypeVar("Response", bound=PendingResponse)
@@ -27,12 +29,21 @@ class EngineTask(ABC, Generic[Response]):
         max_waiting: Prompts that may wait; see `AdmissionGate`.
         num_threads: That prepare requests.
         info: What the model is.
+        adapters: Its LoRA adapters; None: it takes none.
     """
 
     def __init__(
-        self, engine: Engine, limits: Limits, *, max_waiting: int, num_threads: int, info: ModelInfo | None
+        self,
+        engine: Engine,
+        limits: Limits,
+        *,
+        max_waiting: int,
+        num_threads: int,
+        info: ModelInfo | None,
+        adapters: AdapterStore | None = None,
     ) -> None:
         self.info = info
+        self._adapters = adapters
         self._engine = engine
         self._limits = limits
         self._gate = AdmissionGate(max_waiting, engine.load)
@@ -57,10 +68,20 @@ class EngineTask(ABC, Generic[Response]):
         """Answer every request that is not finished, then stop."""
         self._gate.close()
         self._engine.close()
+        if self._adapters is not None:
+            self._adapters.close()
         for pool in self._pools:
             pool.shutdown(wait=True)
 
-    def _begin(self, response: Response, num_prompts: int, deadline_s: float | None, *, is_quick: bool) -> None:
+    def _begin(
+        self,
+        response: Response,
+        num_prompts: int,
+        deadline_s: float | None,
+        *,
+        is_quick: bool,
+        adapters: Collection[str] = (),
+    ) -> None:
         """Admit a request and prepare it, or refuse it.
 
         Args:
@@ -68,6 +89,7 @@ class EngineTask(ABC, Generic[Response]):
             num_prompts: That the gate counts.
             deadline_s: By `time.monotonic()`; the request is refused if its preparation takes longer.
             is_quick: Whether it is prepared in this thread: it takes less than another thread costs.
+            adapters: Names of adapters that it needs: it is prepared when they are known, and holds no thread before.
         """
         try:
             self._gate.enter(response, num_prompts)
@@ -75,10 +97,25 @@ class EngineTask(ABC, Generic[Response]):
             response.refuse(error)
             return
         response.request.on_ending(response.refuse, deadline_s)
-        if is_quick:
+        if adapters and self._adapters is not None:
+            self._wait_for_adapters(self._adapters, response, adapters, deadline_s)
+        elif is_quick:
             self._prepare(response)
         else:
             self._run(self._pool, self._prepare, response)
+
+    def _wait_for_adapters(
+        self, store: AdapterStore, response: Response, names: Collection[str], deadline_s: float | None
+    ) -> None:
+        waiter = Waiter(names, partial(self._run, self._pool, self._prepare, response))
+
+        def end(error: HfTritonError) -> None:
+            response.refuse(error)
+            if store.give_up(waiter):
+                self._leave(response)
+
+        response.request.on_ending(end, deadline_s)
+        store.when_known(waiter)
 
     def _run(self, pool: ThreadPoolExecutor, work: Callable[[Response], None], response: Response) -> None:
         try:

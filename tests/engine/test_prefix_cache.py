@@ -101,3 +101,14 @@ def test_prefixes_are_kept_in_part_of_the_memory(start: StartEngine) -> None:
         client.ask([number] * 3 * BLOCK, SamplingParams(2))
     assert engine.memory.pool.num_touched == 4
     assert engine.memory.pool.num_kept == 3
+
+
+def test_prompts_share_blocks_with_those_of_the_same_salt_alone(model: Any, start: StartEngine) -> None:
+    """Neither a salt that is another one's beginning, nor one that spells what stands before it, is the same."""
+    client = Client(start(config=CONFIG))
+    prompt, expected = list(range(10, 70)), solo_ids(model, list(range(10, 70)), 2)
+    salts = ["", "alice", "ali", "alice ", "None False", "None False ", "\ud800", "ä" * 1000]
+    for num_cached in (0, len(prompt) // BLOCK * BLOCK):
+        for salt in salts:
+            completion = only(client.ask(prompt, SamplingParams(2), cache_salt=salt))
+            assert (completion.num_cached, completion.token_ids) == (num_cached, expected), salt

@@ -314,3 +314,112 @@ def test_file_of_thousands_of_keys(keys: Path, triton: TritonServer) -> None:
     with GatewayThread(GatewayConfig(triton=triton.grpc_url, port=0, api_key_file=keys)) as running:
         assert post(running, ADMIN).status_code == 200
         assert post(running, "sk-another").status_code == 401
+
+
+LONG = "The quick brown fox jumps over the lazy dog by the river. " * 8
+OWN_CACHES = """
+sk-admin name=admin
+sk-ann name=ann private_cache=true
+sk-ben name=ben private_cache=true
+"""
+
+
+@pytest.fixture
+def private(triton: TritonServer, tmp_path: Path) -> Iterator[GatewayThread]:
+    (tmp_path / "keys").write_text(OWN_CACHES)
+    config = GatewayConfig(triton=triton.grpc_url, port=0, api_key_file=tmp_path / "keys")
+    with GatewayThread(config) as running:
+        yield running
+
+
+def bodies(text: str) -> dict[str, dict[str, Any]]:
+    """The same prompt by each door that has the field, and by a stream."""
+    messages = [{"role": "user", "content": text}]
+    chat = {"model": "demo", "messages": messages, "max_tokens": 1}
+    whole_stream = {"stream": True, "stream_options": {"include_usage": True}}
+    return {
+        "/v1/completions": {"model": "demo", "prompt": text, "max_tokens": 1},
+        "/v1/chat/completions": chat,
+        "/v1/responses": {"model": "demo", "input": text, "max_output_tokens": 1},
+        "/v1/messages": chat,
+        "/v1/chat/completions?stream": {**chat, **whole_stream},
+    }
+
+
+def num_cached(gateway: GatewayThread, key: str, path: str, **salt: Any) -> int:
+    """The tokens that the prefix cache had for the prompt of a door, by the key's counter."""
+    counter = "cached_tokens_total"
+    name = {"sk-admin": "admin", "sk-ann": "ann", "sk-ben": "ben"}[key]
+    before = used(gateway, name).get(counter, 0)
+    body = {**bodies(f"{path}: {LONG}")[path], **salt}
+    answer = httpx.post(gateway.url + path.partition("?")[0], json=body, headers=bearer(key), timeout=60)
+    assert answer.status_code == 200, answer.text
+    return int(used(gateway, name).get(counter, 0) - before)
+
+
+@pytest.mark.parametrize("path", bodies(""))
+def test_a_key_with_a_cache_of_its_own_learns_nothing_of_others(private: GatewayThread, path: str) -> None:
+    for key in ("sk-admin", "sk-ann", "sk-ben"):
+        assert num_cached(private, key, path) == 0, key
+        assert num_cached(private, key, path) > 0, key
+    for key in ("sk-admin", "sk-ann"):
+        assert num_cached(private, key, path, cache_salt="of my own") == 0, key
+        assert num_cached(private, key, path, cache_salt="of my own") > 0, key
+        assert num_cached(private, key, path, cache_salt="of my") == 0, key
+
+
+@pytest.mark.parametrize("path", bodies(""))
+@pytest.mark.parametrize("salt", ["", 5, ["a"], {"a": 1}, True, "x" * 1025])
+def test_a_salt_is_a_text_that_is_not_empty(private: GatewayThread, path: str, salt: Any) -> None:
+    body = {**bodies(LONG)[path], "cache_salt": salt}
+    for key in ("sk-admin", "sk-ann"):
+        answer = httpx.post(private.url + path.partition("?")[0], json=body, headers=bearer(key), timeout=60)
+        assert answer.status_code == 400
+        assert "cache_salt must be" in answer.json()["error"]["message"]
+
+
+def test_a_private_cache_begins_and_ends_with_the_file(private: GatewayThread, tmp_path: Path) -> None:
+    path = "/v1/completions"
+    assert num_cached(private, "sk-ben", path, cache_salt="reread") == 0
+    (tmp_path / "keys").write_text(OWN_CACHES.replace("name=ben private_cache=true", "name=ben private_cache=none"))
+    wait_until(lambda: num_cached(private, "sk-ben", path, cache_salt="reread") == 0)
+    (tmp_path / "keys").write_text(OWN_CACHES)
+    assert num_cached(private, "sk-ann", path, cache_salt="reread") == 0
+
+
+def test_a_refused_request_is_counted_at_its_endpoint(alone: GatewayThread) -> None:
+    use_up(alone, "sk-ten")
+    before = counted(alone)
+    assert post(alone, "sk-ten", "/v1/chat/completions").status_code == 429
+    assert post(alone, "sk-nobody", "/v1/embeddings").status_code == 401
+    assert httpx.get(f"{alone.url}/v1/responses/resp_1").status_code == 401
+    assert httpx.head(f"{alone.url}/v1/models").status_code == 401
+    assert httpx.put(f"{alone.url}/v1/rerank").status_code == 401
+    assert post(alone, "sk-nobody", "/v1/nowhere").status_code == 401
+    assert (
+        httpx.post(f"{alone.url}/v1/completions", content=b"x" * (17 << 20), headers=bearer(ADMIN)).status_code == 413
+    )
+    after = counted(alone)
+    assert {
+        labels: after[labels] - before.get(labels, 0) for labels in after if after[labels] != before.get(labels)
+    } == {
+        ("/v1/chat/completions", "429"): 1,
+        ("/v1/embeddings", "401"): 1,
+        ("/v1/responses/{response_id}", "401"): 1,
+        ("/v1/models", "401"): 1,
+        ("/v1/rerank", "401"): 1,
+        ("other", "401"): 1,
+        ("/v1/completions", "413"): 1,
+        ("/metrics", "200"): 1,
+    }
+
+
+def counted(gateway: GatewayThread) -> dict[tuple[str, str], float]:
+    """Requests by endpoint and status."""
+    text = httpx.get(f"{gateway.url}/metrics", headers=bearer(ADMIN)).text
+    return {
+        (sample.labels["endpoint"], sample.labels["status"]): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == "hf_triton_openai_requests_total"
+    }

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models that the gateway loads when they are asked for, on a Triton that starts with none."""
 
+import json
 import os
 import re
 import shutil
@@ -329,3 +330,43 @@ def stub_pids(server: TritonServer) -> list[int]:
         if int(fields[2]) == server.process.pid and re.search(r"\(triton_python_b", text) and fields[0] != "Z":
             pids.append(int(stat.parent.name))
     return pids
+
+
+def load(server: TritonServer, model: str, **config: Any) -> None:
+    body = {"parameters": {"config": json.dumps(config)}} if config else {}
+    httpx.post(f"{server.http_url}/v2/repository/models/{model}/load", json=body, timeout=120).raise_for_status()
+
+
+def test_what_others_have_loaded_and_unloaded_is_repaired(repository: Path) -> None:
+    """A door that was not loaded with its model, or unloaded alone, is loaded; the model is not loaded again."""
+    with served(repository) as server, on_demand(server) as gateway, connected(gateway) as client:
+        load(server, "one")
+        wait_until(lambda: loaded(client) == {"one"})
+        text = ask(client, "one")
+        for _ in range(2):
+            assert "".join(stream(client, "one")) == text
+            unload(server, "one_stream")
+        assert "".join(stream(client, "one")) == text
+        assert "model_loads_total{" not in httpx.get(f"{gateway.url}/metrics").text
+        unload(server, "one")  # the door stays
+        assert "".join(stream(client, "one")) == text
+        assert ask(client, "one") == text
+
+
+def test_a_model_that_others_load_with_another_config_answers_at_once(quick: Path) -> None:
+    with TritonServer(quick, arguments=EXPLICIT) as server, on_demand(server) as gateway:
+        assert embed(gateway, "one").status_code == 200
+        for size, text, vector in ((4, [1], [-1]), (0, [-1], [-1, -1])):
+            load(
+                server,
+                "one",
+                backend="python",
+                max_batch_size=size,
+                input=[{"name": "text", "data_type": "TYPE_STRING", "dims": text}],
+                output=[
+                    {"name": "embedding", "data_type": "TYPE_FP32", "dims": vector},
+                    {"name": "num_input_tokens", "data_type": "TYPE_INT32", "dims": text},
+                ],
+            )
+            answer = embed(gateway, "one")
+            assert answer.status_code == 200, answer.text

@@ -9,7 +9,10 @@ import httpx
 import openai
 import pytest
 
+from hf_triton.openai.bodies import MAX_JSON_BYTES
 from hf_triton.openai.config import GatewayConfig
+from hf_triton.openai.errors import ApiError
+from hf_triton.openai.responses import MAX_INPUT_ITEMS, _check_length
 from hf_triton.testing import TritonServer
 from tests.support.gateway import GatewayThread
 
@@ -154,3 +157,67 @@ def test_a_response_is_its_keys_own(triton: TritonServer, tmp_path: Path) -> Non
         with pytest.raises(openai.NotFoundError, match="there is no response"):
             two.responses.create(input="two", previous_response_id=made.id, **ASKED)
         assert one.responses.retrieve(made.id).id == made.id
+
+
+def ask(gateway: GatewayThread, **fields: Any) -> httpx.Response:
+    return httpx.post(f"{gateway.url}/v1/responses", json={**ASKED, "max_output_tokens": 1, **fields}, timeout=60)
+
+
+def test_items_that_no_model_reads_are_not_kept(gateway: GatewayThread) -> None:
+    """However many and large they are: a request goes on behind them as behind none."""
+    unread = {"type": "reasoning", "summary": [], "encrypted_content": "x" * 500}
+    items: list[Any] = [unread] * 4000
+    made = ask(gateway, input=[*items, {"role": "user", "content": "one"}]).json()
+    for _ in range(3):
+        again = ask(gateway, input=[*items, {"role": "user", "content": "two"}], previous_response_id=made["id"])
+        assert again.status_code == 200, again.text
+        made = again.json()
+        assert made["store"] is True
+    listed = httpx.get(f"{gateway.url}/v1/responses/{made['id']}/input_items").json()
+    assert [item["content"] for item in listed["data"]] == ["two"]
+
+
+def test_what_no_model_reads_makes_a_conversation_no_longer(gateway: GatewayThread) -> None:
+    previous = None
+    for _ in range(4):
+        item = {"role": "user", "content": "a", "id": "x" * 1_900_000}
+        answer = ask(gateway, input=[item], previous_response_id=previous)
+        assert answer.status_code == 200, answer.text
+        previous = answer.json()["id"]
+
+
+@pytest.mark.parametrize(
+    ("past", "sentence"),
+    [
+        ([{"role": "user", "content": ""}] * MAX_INPUT_ITEMS, "4096 items, and 1 with the request: 4096 at most"),
+        ([{"role": "user", "content": "x" * MAX_JSON_BYTES}], "bytes of JSON with the request: 4194304 at most"),
+    ],
+    ids=["items", "bytes"],
+)
+def test_a_conversation_is_as_long_as_a_request_may_be(past: list[Any], sentence: str) -> None:
+    own = [{"role": "user", "content": "a"}]
+    _check_length(past[:-1], own, 2 * MAX_JSON_BYTES)
+    with pytest.raises(ApiError, match=f"previous_response_id ends a conversation of .*{sentence}") as error:
+        _check_length(past, own, 2 * MAX_JSON_BYTES)
+    assert (error.value.status_code, error.value.param) == (400, "previous_response_id")
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_response_that_was_not_kept_says_so(triton: TritonServer, streams: bool) -> None:
+    with GatewayThread(GatewayConfig(triton=triton.grpc_url, port=0, max_stored_bytes=3000)) as gateway:
+        for num_letters, is_kept in ((0, True), (3000, False)):
+            items = [{"role": "user", "content": "one", "id": "x" * num_letters}]
+            answer = ask(gateway, input=items, stream=streams)
+            assert answer.status_code == 200, answer.text
+            lines = answer.text.splitlines() if streams else []
+            last = (
+                [json.loads(line[6:]) for line in lines if line.startswith("data: ")][-1]["response"] if lines else {}
+            )
+            response = last or answer.json()
+            assert response["store"] is is_kept
+            found = httpx.get(f"{gateway.url}/v1/responses/{response['id']}")
+            assert found.status_code == (200 if is_kept else 404)
+            if is_kept:
+                assert found.json() == response
+            else:
+                assert "3000 bytes of all of them (--max-stored-bytes)" in found.json()["error"]["message"]

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a body may hold: every list of every endpoint is bounded, and a wrong one costs nothing."""
 
+import asyncio
 import json
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +13,16 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
 from hf_triton.openai.app import ROUTERS
-from hf_triton.openai.bodies import MAX_CONTAINERS, MAX_JSON_BYTES, MAX_VALUES, JsonRoute, check_counts
+from hf_triton.openai.bodies import (
+    LARGE_BYTES,
+    MAX_CONTAINERS,
+    MAX_JSON_BYTES,
+    MAX_VALUES,
+    JsonRoute,
+    beside,
+    check_counts,
+    write_json,
+)
 from hf_triton.openai.errors import ApiError
 from hf_triton.openai.fields import Fields
 
@@ -124,3 +135,73 @@ def test_body_of_too_many_values_is_refused_before_it_is_parsed(item: str) -> No
         check_counts(body)
     assert refused.value.status_code == 413
     assert time.thread_time() - start_s < MAX_CPU_S
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = {"items": value}
+    return value
+
+
+@pytest.mark.parametrize("num_bytes", [LARGE_BYTES, LARGE_BYTES + 1])
+def test_large_work_leaves_the_loop_to_others(num_bytes: int) -> None:
+    async def run() -> tuple[int, int]:
+        ended, num_turns = threading.Event(), 0
+
+        def work(thread: int) -> int:
+            if threading.get_ident() != thread:
+                assert ended.wait(30)
+            return threading.get_ident() - thread
+
+        task = asyncio.ensure_future(beside(num_bytes, work, threading.get_ident()))
+        for _ in range(100):
+            await asyncio.sleep(0)
+            num_turns += not task.done()
+        ended.set()
+        return await task, num_turns
+
+    difference, num_turns = asyncio.run(run())
+    assert bool(difference) == (num_bytes > LARGE_BYTES)
+    assert num_turns == (100 if difference else 0)
+
+
+def test_large_work_is_done_by_one_thread_in_every_loop() -> None:
+    most = []
+
+    async def run() -> None:
+        running: list[int] = []
+
+        def work() -> None:
+            running.append(1)
+            most.append(len(running))
+            time.sleep(0.001)
+            running.pop()
+
+        await asyncio.gather(*(beside(LARGE_BYTES + 1, work) for _ in range(10)))
+
+    for _ in range(2):
+        asyncio.run(run())
+    assert most == [1] * 20
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *({}, [], (), "", None, True, 5, 0.1, 'ä\u2028"\\', [[]], [{}], {"a": {}}, {"a": []}),
+        {"a": [{"b": [{"c": [{"d": [{"e": [1, {"f": 2}]}]}]}]}]},
+        [[1.5, 2], [3], "mixed", {"a": None}],
+        [1, {"a": [2]}],
+        *(10**30, {"schema": nested(900)}),
+        {"id": "x", "choices": [{"logprobs": {"content": [{"token": "a", "top_logprobs": [{"token": "b"}]}]}}] * 3},
+    ],
+)
+def test_json_in_pieces_is_json(value: object) -> None:
+    assert write_json(value).decode() == json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def test_json_has_no_nan_and_no_half_of_a_surrogate_pair() -> None:
+    assert write_json({"a": [float("nan")], "b": float("-inf")}) == b'{"a":[null],"b":null}'
+    for value in ("\ud800", ["\ud800"], {"\ud800": 1}):
+        with pytest.raises(ValueError, match="surrogate"):
+            write_json(value)

@@ -363,3 +363,34 @@ def test_random_load_starves_no_model(max_loaded: int) -> None:
         assert repository.max_loaded <= max_loaded
 
     run(body, max_loaded=max_loaded)
+
+
+class DoorRepository(MemoryRepository):
+    async def load_door(self, name: str) -> None:
+        self.log.append(f"load door {name}")
+        await self.gate.wait()
+        if name in self.broken:
+            raise self.broken[name]
+
+
+def test_streams_share_the_load_of_a_door_that_is_gone() -> None:
+    async def main() -> None:
+        repository, clock = DoorRepository("a"), Clock()
+        on_demand = OnDemand(repository, Metrics(), None, None, clock=clock, tick_s=0.001)
+        async with asyncio.timeout(20), on_demand.running(), held(on_demand, "a"):
+            repository.gate.clear()
+            streams = [asyncio.ensure_future(on_demand.load_door("a")) for _ in range(5)]
+            await settle(lambda: "load door a" in repository.log)
+            streams[0].cancel()  # its client leaves; the load goes on
+            repository.gate.set()
+            await asyncio.gather(*streams[1:])
+            repository.broken["a"] = ApiError(503, "no room", code="not_loaded")
+            for _ in range(3):
+                with pytest.raises(ApiError, match="no room"):
+                    await on_demand.load_door("a")
+            assert repository.log == ["load a", "load door a", "load door a"]
+            clock.now_s += 6
+            del repository.broken["a"]
+            await on_demand.load_door("a")
+
+    asyncio.run(main())

@@ -101,6 +101,7 @@ BORDERS: dict[str, tuple[list[object], list[object]]] = {
     "prompt_logprobs": ([0, 20], [-1, 21, 1.0, "1", True]),
     "max_time": ([0.001, 1, 86_400], [0, -1, 86_400.1, float("nan"), float("inf"), "1", True]),
     "lora_name": (["", "sql"], [5, True, ["sql"]]),
+    "cache_salt": (["a", "x" * 1024], ["", "x" * 1025, 5, True, ["a"]]),
     "queue_priority": ([-100, 0, 100], [-101, 101, 1.0, "1", True]),
 }
 TOKENS = GenerationParameters(max_new_tokens=8)

@@ -151,6 +151,7 @@ def build_task(
     is_encoder_decoder: bool = False,
     hooks: Hooks | None = None,
     max_waiting: int = 1000,
+    adapters: AdapterStore = NO_ADAPTERS,
 ) -> TextGeneration:
     preparer = PromptPreparer(
         codec or Codec(),
@@ -158,7 +159,7 @@ def build_task(
         GrammarCompiler(tokenizer_of(KIND), VOCABULARY_SIZE, frozenset()),
         CheckedHooks(hooks or Hooks()),
         MessageFormat(None, {}),
-        NO_ADAPTERS,
+        adapters,
         PromptDefaults(
             (defaults or GenerationParameters(),),
             eos_ids=frozenset([EOS_ID]),

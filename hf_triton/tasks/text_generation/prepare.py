@@ -99,7 +99,7 @@ class PromptPreparer:
         self._chat_template = chat_template
         self._grammars = grammars
         self._messages = messages
-        self._adapters = adapters
+        self.adapters = adapters
         self._defaults = defaults
         self._text_to_text = text_to_text
         self._encode_bad_words = lru_cache(NUM_BAD_WORDS_KEPT)(codec.encode_bad_words)
@@ -130,6 +130,12 @@ class PromptPreparer:
             and not self.hooks.overrides("build_prompt")
         )
 
+    def adapter_names(self, request: GenerationRequest) -> set[str]:
+        """The adapters of a request's prompts."""
+        default = self._defaults.first("lora_name")
+        names = {default if own.lora_name is None else own.lora_name for own in request.parameters}
+        return {name for name in names if name}
+
     def max_time_s(self, request: GenerationRequest) -> float | None:
         """The shortest `max_time` of a request's prompts: an expired one is an error of the whole request."""
         default = self._defaults.first("max_time")
@@ -150,7 +156,7 @@ class PromptPreparer:
         """
         options, parameters, source = request.options, request.parameters[row], request.prompts[row]
         asked = resolve_task_params(parameters, *self._defaults.layers)
-        adapter = self._adapters.get(asked.lora_name) if asked.lora_name else None
+        adapter = self.adapters.get(asked.lora_name) if asked.lora_name else None
         direction = self._direction(source, asked)
         text, model_text, ids = self._encode(source, row, direction, options.add_special_tokens)
         num_kept = self._num_kept(asked.truncate_prompt_tokens, parameters)
@@ -284,7 +290,7 @@ class PromptPreparer:
             HfTritonError: A request without parameters of its own could not be answered.
         """
         asked = resolve_task_params(*self._defaults.layers)
-        adapter = self._adapters.get(asked.lora_name) if asked.lora_name else None
+        adapter = self.adapters.get(asked.lora_name) if asked.lora_name else None
         parameters = GenerationParameters(max_new_tokens=self._defaults.first("max_new_tokens"))
         params = self._sampling_params(asked, 1, "a prompt", parameters)
         return self.compile_grammar(PreparedPrompt(asked, [0], params, adapter=adapter))

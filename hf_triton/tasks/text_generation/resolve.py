@@ -44,6 +44,8 @@ class TaskParams:
     """Languages of the task `translation`."""
     lora_name: str = ""
     """Of the adapter; empty: none."""
+    cache_salt: str = ""
+    """Of those with whom cached prefixes are shared; empty: all without one."""
     thinking_budget: int | None = None
     """Tokens of thinking; None: no limit."""
     grammar: Grammar | None = None

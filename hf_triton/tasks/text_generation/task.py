@@ -76,7 +76,14 @@ class TextGeneration(EngineTask[GenerationResponse]):
     ) -> None:
         hooks = preparer.hooks
         num_threads = NUM_HOOK_THREADS if hooks.overrides("build_prompt") else NUM_TOKENIZER_THREADS
-        super().__init__(engine, limits, max_waiting=max_waiting, num_threads=num_threads, info=info)
+        super().__init__(
+            engine,
+            limits,
+            max_waiting=max_waiting,
+            num_threads=num_threads,
+            info=info,
+            adapters=preparer.adapters,
+        )
         self._preparer = preparer
         self._returns_timings = returns_timings
         self._grammar_pool = ThreadPoolExecutor(1, thread_name_prefix="hf_triton-grammar")
@@ -106,7 +113,13 @@ class TextGeneration(EngineTask[GenerationResponse]):
         """Start a checked request and return at once. An error of one prompt is the response of all."""
         response = GenerationResponse(request, checked, config, self._preparer, self._response_pool)
         deadline_s = request.deadline_s(self._preparer.max_time_s(checked))
-        self._begin(response, len(checked.prompts), deadline_s, is_quick=self._preparer.is_quick(checked))
+        self._begin(
+            response,
+            len(checked.prompts),
+            deadline_s,
+            is_quick=self._preparer.is_quick(checked),
+            adapters=self._preparer.adapter_names(checked),
+        )
 
     def check_defaults(self) -> None:
         """Check that a request without parameters of its own can be answered, and tell its defaults in `info`.
