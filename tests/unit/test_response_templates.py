@@ -298,7 +298,8 @@ def test_every_shipped_template_has_an_example() -> None:
     "broken",
     [
         '<tool_call>{"name": weather}</tool_call>',
-        '<tool_call>{"name": "weather"}</tool_call>',
+        '<tool_call>{"name": "others"}</tool_call>',
+        '<tool_call>{"name": "weather", "age": 3}</tool_call>',
         '<tool_call>{"name": "weather", "arguments": {"x": "\\ud800"}}</tool_call>',
         '<tool_call>{"name": "weather", "arguments": {"x": NaN}}</tool_call>',
         f"<tool_call>{'[' * 100_000}</tool_call>",
