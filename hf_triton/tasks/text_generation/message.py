@@ -218,16 +218,16 @@ class JsonDepth:
     def __init__(self) -> None:
         self.depth = 0
         self._num_read = 0
-        self._is_in_string = False
+        self.is_in_string = False
         self._is_escaped = False
 
     def read(self, letter: str) -> None:
         """Read a letter; `depth` is that behind it."""
-        if self._is_in_string:
-            self._is_in_string = self._is_escaped or letter != '"'
+        if self.is_in_string:
+            self.is_in_string = self._is_escaped or letter != '"'
             self._is_escaped = letter == "\\" and not self._is_escaped
         elif letter == '"':
-            self._is_in_string = True
+            self.is_in_string = True
         elif letter in "[{":
             self.depth += 1
         elif letter in "]}":

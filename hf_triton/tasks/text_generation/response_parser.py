@@ -99,8 +99,8 @@ def _parser_class() -> Any:
             field = self._raw_field()
             if field is not None and CALL_TAGS in field.content_args:
                 best, hold_start = (self._close_tags(field), len(self._buffer)) if eos else (None, self._pos)
-            elif field is not None and self._is_in_json(field) and (self._is_cut or not eos):
-                best, hold_start = None, self._pos
+            elif field is not None and self._is_in_json(field):
+                best, hold_start = (self._close_broken_json(field), len(self._buffer)) if eos else (None, self._pos)
             else:
                 best, hold_start = super()._scan(watch, eos)
             self._is_unclosed = eos and best is None
@@ -133,6 +133,17 @@ def _parser_class() -> Any:
                 return True
             self._body, self._pos, self._json = self._body + self._buffer[self._pos : end], end, None
             return False
+
+        def _close_broken_json(self, field: Any) -> Any:
+            """The first closing tag that is not within a string of a value that never ends."""
+            depth, start = JsonDepth(), self._pos
+            for match in () if field.close_re is None else field.close_re.finditer(self._buffer, start):
+                for letter in self._buffer[start : match.start()]:
+                    depth.read(letter)
+                if not depth.is_in_string:
+                    return "close", field, match
+                start = match.start()
+            return None
 
         def _accumulate(self, events: list[dict[str, Any]], text: str) -> None:
             if self._current is None and text:  # before a region, in a template whose content has an opening
