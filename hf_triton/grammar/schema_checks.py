@@ -135,7 +135,9 @@ class _References:
 
     def _reachable(self) -> list[Mapping[str, Any]]:
         """The schemas that a text may have to satisfy: the root, those within, and those that references lead to."""
-        parts, pending, seen = [], [self._root], set()
+        parts: list[Mapping[str, Any]] = []
+        pending: list[Any] = [self._root]
+        seen: set[int] = set()
         while pending:
             part = pending.pop()
             if isinstance(part, list):
