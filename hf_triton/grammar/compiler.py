@@ -106,7 +106,7 @@ class GrammarCompiler:
                 raise rejection(grammar, "allows no text of the model's tokens: it contradicts itself, or is too large")
 
         def build_constraint() -> GrammarConstraint:
-            return GrammarConstraint(matcher.deep_copy(), text_bits, eos_bits, eos_ids)
+            return GrammarConstraint(matcher.deep_copy(), text_bits, eos_bits, eos_ids, grammar.parameter)
 
         return replace(params, eos_ids=eos_ids), build_constraint
 

@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GrammarConstraint: the tokens that a grammar allows one sequence next, and whether it has reached its end."""
+"""GrammarConstraint: the tokens that a grammar allows one sequence next, and whether it has reached its end.
+
+A grammar may fail behind any token: `OwnConstraint` makes that the end of its own request.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher
 
-from hf_triton.errors import GenerationError, panics_as_errors
+from hf_triton.errors import HfTritonError, RequestError, as_own_error, panics_as_errors
+from hf_triton.sampling.types import Constraint
 
 Bits = npt.NDArray[np.uint8]
 """One bit for each token id, lowest bit first."""
@@ -21,10 +27,14 @@ class GrammarConstraint:
         text_bits: The tokens that may spell text: the model's, without end-of-sequence.
         eos_bits: The end-of-sequence tokens.
         eos_ids: The same.
+        parameter: The request parameter that holds the grammar, for error messages.
     """
 
-    def __init__(self, matcher: LLMatcher, text_bits: Bits, eos_bits: Bits, eos_ids: frozenset[int]) -> None:
+    def __init__(
+        self, matcher: LLMatcher, text_bits: Bits, eos_bits: Bits, eos_ids: frozenset[int], parameter: str
+    ) -> None:
         self._matcher = matcher
+        self._parameter = parameter
         self._text_bits = text_bits
         self._eos_bits = eos_bits
         self._eos_ids = eos_ids
@@ -39,7 +49,7 @@ class GrammarConstraint:
         """The tokens that may come next; end-of-sequence where the grammar may end.
 
         Raises:
-            GenerationError: No token may come next, or the grammar exceeds the limits of a token.
+            RequestError: No token may come next, or the grammar exceeds the limits of a token.
         """
         if self._bitmask is None:
             with panics_as_errors():
@@ -50,22 +60,69 @@ class GrammarConstraint:
         """Advance by one token.
 
         Raises:
-            GenerationError: The token is not allowed, or the grammar exceeds the limits of a token.
+            RequestError: The token is not allowed, or the grammar exceeds the limits of a token.
         """
         if token_id not in self._eos_ids:
             with panics_as_errors():
                 is_allowed = self._matcher.consume_token(token_id)
             if not is_allowed:
-                raise GenerationError("generation_failed", "the grammar cannot follow the completion's next token")
+                raise self._failure()
         self._bitmask = None
 
     def _compute_bitmask(self) -> Bits:
         matcher = self._matcher
         bitmask = np.frombuffer(matcher.compute_bitmask(), np.uint8) & self._text_bits
         if matcher.is_error():
-            raise GenerationError("generation_failed", "the grammar needs too much work for the next token")
+            raise self._failure()
         if matcher.is_accepting():
             bitmask |= self._eos_bits
         if not bitmask.any():
-            raise GenerationError("generation_failed", "the grammar allows none of the model's tokens here")
+            raise self._failure()
         return bitmask
+
+    def _failure(self) -> RequestError:
+        error = self._matcher.get_error()
+        if error and not error.startswith("NoExtension"):
+            reason = "needs too much work for the next token: make it smaller, or its patterns simpler"
+        else:
+            reason = "leads to a text that none of the model's tokens can continue: it contradicts itself"
+        return RequestError("invalid_parameter", f"{self._parameter} {reason}")
+
+
+class OwnConstraint:
+    """A constraint whose failure ends its own request, and not the engine's step.
+
+    Args:
+        constraint: Any; it raises where it fails.
+        refuse: Ends the request.
+    """
+
+    def __init__(self, constraint: Constraint, refuse: Callable[[HfTritonError], None]) -> None:
+        self._constraint = constraint
+        self._refuse = refuse
+        self._has_failed = False
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing but end-of-sequence may follow; so it is behind a failure."""
+        return self._has_failed or self._constraint.is_complete
+
+    def bitmask(self) -> Bits | None:
+        """The tokens that may come next; None: any."""
+        try:
+            return None if self._has_failed else self._constraint.bitmask()
+        except Exception as error:
+            self._fail(error)
+            return None
+
+    def accept(self, token_id: int) -> None:
+        """Advance by one token."""
+        try:
+            if not self._has_failed:
+                self._constraint.accept(token_id)
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self._has_failed = True
+        self._refuse(as_own_error("following a grammar", error))

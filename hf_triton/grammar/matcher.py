@@ -7,6 +7,7 @@ llguidance (MIT, no dependencies, wheels for every CPU) computes the allowed tok
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from typing import Any, Final
@@ -27,6 +28,7 @@ LIMITS: Final = LLParserLimits(
     verbose_errors=False,  # they would show the whole grammar
 )
 GBNF_RULE: Final = re.compile(r"^[ \t]*[A-Za-z_][\w-]*[ \t]*::=", re.MULTILINE)
+JSON_IN_LARK: Final = re.compile(r"%json\s*(?=\{)")
 JSON_SPACE: Final = r" ?|\n[ \t]{0,40}"  # unbounded white space would use up the tokens
 
 
@@ -70,6 +72,9 @@ def _source(grammar: Grammar) -> str:
         return LLMatcher.grammar_from_lark("start: " + " | ".join(choices))
     if grammar.kind == "one_of":
         return _one_of(json.loads(grammar.text))
+    for match in JSON_IN_LARK.finditer(grammar.text):
+        with contextlib.suppress(json.JSONDecodeError):  # it is no schema, or the library refuses it
+            check_schema(json.JSONDecoder().raw_decode(grammar.text, match.end())[0])
     return LLMatcher.grammar_from_lark(_lark(grammar.text) if GBNF_RULE.search(grammar.text) else grammar.text)
 
 

@@ -153,7 +153,7 @@ class ThinkingConstraint:
         """The tokens that may come next; None: any.
 
         Raises:
-            GenerationError: As of `GrammarConstraint.bitmask`.
+            RequestError: As of `GrammarConstraint.bitmask`.
         """
         if self._forced:
             return _bits([self._forced[0]], self._tags.size)
@@ -173,7 +173,7 @@ class ThinkingConstraint:
         """Advance by one token.
 
         Raises:
-            GenerationError: As of `GrammarConstraint.accept`.
+            RequestError: As of `GrammarConstraint.accept`.
         """
         texts = self._tags.texts
         text = texts[token_id] if token_id < len(texts) else b""

@@ -29,7 +29,7 @@ from hf_triton.openai.disconnect import run_while_connected
 from hf_triton.openai.errors import ApiError
 from hf_triton.openai.fields import MAX_PROMPTS, GenerationFields, Texts, TokenIds
 from hf_triton.openai.gateway import Gateway, gateway_of, request_id_of
-from hf_triton.openai.logprobs import completion_logprobs
+from hf_triton.openai.logprobs import TextOffsets, completion_logprobs
 from hf_triton.openai.merge import all_results, merged
 from hf_triton.openai.sse import DONE, RESPONSES, EventStream, chunk, chunk_start, event
 from hf_triton.openai.triton_messages import Generation, Outputs, StreamSize, size_of
@@ -242,8 +242,7 @@ class _ChoiceStream:
         self._has_begun = False
         self._prompt_ids: list[int] | None = None
         """Of the stream's first response, in which other choices may have text and this one none."""
-        self._num_characters = 0
-        """Of the tokens whose log probabilities are told."""
+        self._offsets = TextOffsets()
         self._echo: list[str] = []
         """The text so far, if its log probabilities are told at the end: the prompt's come first."""
 
@@ -287,6 +286,4 @@ class _ChoiceStream:
         ]
         if not positions:
             return None
-        logprobs = completion_logprobs(positions, "".join(self._echo) or text, self._num_characters)
-        self._num_characters += sum(map(len, logprobs["tokens"]))
-        return logprobs
+        return completion_logprobs(positions, "".join(self._echo) or text, self._offsets)

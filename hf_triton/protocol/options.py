@@ -81,8 +81,8 @@ class RequestOptions(BaseModel):
     return_logprobs: bool | None = None
     """Whether to fill the output `logprobs`: a JSON array with one object per token of the completion, in each response
     of a stream of the new ones. It maps the ids of the token and of the most likely `logprobs` tokens to `logprob` (the
-    model's own, before temperature, penalties and biases), `rank` (`null` if the token is not among the most likely)
-    and `decoded_token`."""
+    model's own, before temperature, penalties and biases), `rank` (`null` if the token is not among the most likely),
+    `decoded_token`, and `bytes` where that is a part of a character."""
 
     return_message: bool | None = None
     """Whether to fill the output `message`: a JSON object in the form of OpenAI's API, with `role`, `content`,

@@ -15,6 +15,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "Hello!"}]
 CANARY = "canary-4711"
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
+SELF = {"type": "object", "properties": {"a": {"$ref": "#/$defs/a"}}, "required": ["a"]}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 
 
@@ -100,6 +101,24 @@ FIELDS: dict[str, tuple[tuple[str, object], str | None, str]] = {
         chat(response_format={"type": "json_schema", "json_schema": {"schema": {"type": "thing"}}}),
         "response_format",
         "thing",
+    ),
+    "schema without an end": (
+        chat(response_format={"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}),
+        "response_format",
+        "no finite text",
+    ),
+    "parameters without an end": (
+        chat(
+            tools=[{"type": "function", "function": {"name": "f", "parameters": {**SELF, "$defs": {"a": SELF}}}}],
+            tool_choice="required",
+        ),
+        "tool_choice",
+        "the tool 'f' has parameters, a schema which cannot be read: $ref",
+    ),
+    "grammar that cannot go on": (
+        completion(guided_grammar='start: "a" b\nb: b "c"'),
+        "guided_grammar",
+        "leads to a text",
     ),
     "two grammars": (chat(guided_regex="a", guided_choice=["a"]), "guided_regex", "both constrain"),
     "regex that is none": (chat(guided_regex="(("), "guided_regex", "guided_regex"),

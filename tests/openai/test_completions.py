@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """/v1/completions by the real client."""
 
+from typing import Any
+
 import httpx
 import openai
+import pytest
 from openai.types import Completion
 
 from tests.support.gateway import GatewayThread
@@ -60,6 +63,22 @@ def test_echo_puts_the_prompt_in_front(client: openai.OpenAI) -> None:
     assert "".join(logprobs.tokens) == echo.choices[0].text
     for token, offset in zip(logprobs.tokens, logprobs.text_offset, strict=True):
         assert echo.choices[0].text[offset:].startswith(token)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_offsets_stay_in_step_behind_characters_of_several_tokens(client: openai.OpenAI, stream: bool) -> None:
+    prompt = "a 😀 b नि c"
+    made: Any = client.completions.create(
+        model="demo", prompt=prompt, max_tokens=3, temperature=0, echo=True, logprobs=0, stream=stream
+    )
+    choices = [chunk.choices[0] for chunk in made if chunk.choices] if stream else made.choices
+    [logprobs] = [choice.logprobs for choice in choices if choice.logprobs]
+    text = "".join(choice.text for choice in choices)
+    assert text.startswith(prompt)
+    assert "\ufffd" in "".join(logprobs.tokens)
+    ends = [*logprobs.text_offset[1:], len(text)]
+    for token, start, end in zip(logprobs.tokens, logprobs.text_offset, ends, strict=True):
+        assert text[start:end] == token or "\ufffd" in token
 
 
 def test_no_tokens_with_echo_score_the_prompt(client: openai.OpenAI) -> None:

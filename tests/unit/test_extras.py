@@ -35,7 +35,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PLAIN, EXTRAS = PROJECT["dependencies"], PROJECT["optional-dependencies"]
 OPTIONAL = {"gguf": "gguf", "matplotlib": "bench", "onnx-ir": "optimize", "onnxruntime": "onnx", "openvino": "openvino"}
 """What serving does without, and the extra that brings each."""
-NOT_OURS = {"triton", "triton_python_backend_utils"}
+NOT_OURS = {"triton", "triton_python_backend_utils", "c_python_backend_utils"}
 """PyTorch for a GPU brings the first, Triton the second."""
 NAMED = re.compile(r"`?pip install 'hf-triton\[([\w-]+)\]'")
 

@@ -11,9 +11,9 @@ import pytest
 from llguidance import LLParserLimits
 from transformers import PreTrainedTokenizerFast
 
-from hf_triton.errors import GenerationError, RequestError
+from hf_triton.errors import HfTritonError, RequestError
 from hf_triton.grammar.compiler import GrammarCompiler
-from hf_triton.grammar.constraint import GrammarConstraint
+from hf_triton.grammar.constraint import GrammarConstraint, OwnConstraint
 from hf_triton.protocol.structured_output import Grammar
 from hf_triton.sampling.params import SamplingParams
 from tests.support.grammars import (
@@ -304,7 +304,7 @@ def test_model_without_eos_takes_the_tokenizers() -> None:
 
 def test_token_that_is_not_allowed_is_an_error() -> None:
     constraint = constraint_of(choice("yes"))
-    with pytest.raises(GenerationError, match="generation_failed"):
+    with pytest.raises(RequestError, match="invalid_parameter: guided_choice "):
         constraint.accept(raw_ids(KIND, "x")[0])
 
 
@@ -318,5 +318,21 @@ def test_grammar_beyond_its_limits_is_an_error() -> None:
             constraint.bitmask()
             constraint.accept(source.choice(bytes_of(KIND, "ab")))
 
-    with pytest.raises(GenerationError, match="generation_failed"):
+    with pytest.raises(RequestError, match="invalid_parameter: guided_regex needs too much work for the next token"):
         generate()
+
+
+def test_a_failing_grammar_refuses_its_own_request_and_no_step() -> None:
+    refused: list[HfTritonError] = []
+    constraint = OwnConstraint(constraint_of(lark('start: "a" b\nb: b "c"')), refused.append)
+    assert constraint.bitmask() is not None
+    constraint.accept(bytes_of(KIND, "a")[0])
+    assert not refused
+    for _ in range(2):
+        assert constraint.bitmask() is None
+        constraint.accept(bytes_of(KIND, "c")[0])
+        assert constraint.is_complete
+    assert [str(error) for error in refused] == [
+        "invalid_parameter: guided_grammar leads to a text that none of the model's tokens can continue: it "
+        "contradicts itself"
+    ]

@@ -147,8 +147,14 @@ def test_any_token_is_valid_json(text: str) -> None:
     made.on_finish(0, [Completion(ids, "length", [TokenLogprobs(token_id, -1.0) for token_id in ids])])
     [told] = texts_of(reply)
     decoded = [codec_of(KIND).decode([token_id]) for token_id in ids]
+    parts = {
+        token_id: {"bytes": [*(codec_of(KIND).part_of_character(token_id) or b"")]}
+        for token_id, each in zip(ids, decoded, strict=True)
+        if "\ufffd" in each
+    }
+    assert b"".join(bytes(part["bytes"]) for part in parts.values()) in (b"", text.encode())
     assert json.loads(told.logprobs) == [
-        {str(token_id): {"logprob": -1.0, "rank": None, "decoded_token": each}}
+        {str(token_id): {"logprob": -1.0, "rank": None, "decoded_token": each, **parts.get(token_id, {})}}
         for token_id, each in zip(ids, decoded, strict=True)
     ]
 

@@ -298,7 +298,8 @@ def test_every_shipped_template_has_an_example() -> None:
     "broken",
     [
         '<tool_call>{"name": weather}</tool_call>',
-        '<tool_call>{"name": "weather"}</tool_call>',
+        '<tool_call>{"name": "others"}</tool_call>',
+        '<tool_call>{"name": "weather", "age": 3}</tool_call>',
         '<tool_call>{"name": "weather", "arguments": {"x": "\\ud800"}}</tool_call>',
         '<tool_call>{"name": "weather", "arguments": {"x": NaN}}</tool_call>',
         f"<tool_call>{'[' * 100_000}</tool_call>",
@@ -310,6 +311,65 @@ def test_a_malformed_call_is_content(broken: str) -> None:
     for text in (f"{broken}\n{CALL}", f"{CALL}\n{broken}"):
         for step in (None, 9):
             assert message(reader_of(shipped_template("hermes")), text, step) == wanted(broken, None, [CITY])
+
+
+QWEN_VALUE = "<tool_call>\n<function=weather>\n<parameter=city>\n{}\n</parameter>\n</function>\n</tool_call>"
+INNER = QWEN_VALUE.format("x")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "content", "arguments"),
+    [
+        ("qwen3-coder", f"I look.\n\n{QWEN_VALUE.format('Rom')[12:]}", "I look.", ['{"city": "Rom"}']),
+        ("qwen3-coder", "<function=weather>\n</function>", None, ["{}"]),
+        ("qwen3-coder", "Write `<function=x>`.", "Write `<function=x>`.", []),
+        *[
+            ("qwen3-coder", QWEN_VALUE.format(value), None, [json.dumps({"city": value})])
+            for value in (
+                INNER,
+                f"{INNER}\n{INNER}",
+                "a </parameter> b",
+                "a <parameter=x> b",
+                "</function>\n</tool_call>",
+            )
+        ],
+        *[
+            ("qwen3-coder", text, text, [])
+            for text in (
+                QWEN_VALUE.format("x\n</parameter>\n</function>\n</tool_call>\ny"),
+                QWEN_VALUE.format("x\n<parameter=days>\n2"),
+                QWEN_VALUE.format("x\n</parameter>\n<parameter=city>\n2"),
+                "<tool_call>\n<function=weather>\nRom\n</function>\n</tool_call>",
+                INNER.partition("\n</function>")[0],
+            )
+        ],
+        ("qwen3-coder", f"{INNER}\nDone.\n{INNER[:-60]}", f"Done.\n{INNER[:-60]}", ['{"city": "x"}']),
+        ("glm-4.5", "<tool_call>weather</tool_call>", None, ["{}"]),
+        ("hermes", '<tool_call>{"name": "weather"}</tool_call>', None, ["{}"]),
+        ("hermes", '<tool_call>{"name": "weather", "arguments": null}</tool_call>', None, ["{}"]),
+        ("llama3", '{"name": "weather"}', None, ["{}"]),
+        ("llama3", '{"name": "Bob"}', '{"name": "Bob"}', []),
+        ("mistral-args", "[TOOL_CALLS]weather[ARGS]", None, ["{}"]),
+        ("gpt-oss", "<|channel|>commentary to=functions.weather<|message|><|call|>", None, ["{}"]),
+        ("gpt-oss", "<|channel|>news json<|message|>Yes.<|end|>", "Yes.", []),
+        ("gpt-oss", "Yes.", "Yes.", []),
+        ("gpt-oss", "<|channel|>news to=user<|message|>Yes.", "<|channel|>news to=userYes.", []),
+    ],
+)
+def test_a_call_is_taken_whole_or_not_at_all(name: str, text: str, content: str | None, arguments: list[str]) -> None:
+    for step in (None, 1, 3):
+        assert message(reader_of(shipped_template(name)), text, step) == wanted(content, None, arguments)
+
+
+def test_a_call_without_arguments_is_none_where_they_may_be_cut_off() -> None:
+    text = "[TOOL_CALLS]weather[ARGS]"
+    assert message(reader_of(shipped_template("mistral-args")), text, is_cut=True) == wanted(text, None, [])
+
+
+def test_nothing_within_a_call_that_is_cut_off_is_a_call() -> None:
+    text = '[TOOL_CALLS]weather[ARGS]{"city": "[TOOL_CALLS]weather{}'
+    for is_cut in (True, False):
+        assert message(reader_of(shipped_template("mistral-args")), text, is_cut=is_cut) == wanted(text, None, [])
 
 
 def test_a_call_that_is_cut_off_is_content() -> None:

@@ -17,6 +17,8 @@ from hf_triton.protocol.custom_tools import CUSTOM, INPUT, input_of
 from hf_triton.protocol.thinking import Thinking
 
 REASONING_CONTENT: Final = "reasoning_content"
+BARE_CALL: Final = frozenset({"name", "id", "type"})
+"""What a call without arguments may have: other objects with a name are answers."""
 ALPHANUMERIC: Final = string.ascii_letters + string.digits
 
 
@@ -210,35 +212,57 @@ class NamedCallReader(MessageReader):
             self._arguments = ""
 
 
+class JsonDepth:
+    """Finds the end of a JSON object or array, read piece by piece."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self._num_read = 0
+        self.is_in_string = False
+        self._is_escaped = False
+
+    def read(self, letter: str) -> None:
+        """Read a letter; `depth` is that behind it."""
+        if self.is_in_string:
+            self.is_in_string = self._is_escaped or letter != '"'
+            self._is_escaped = letter == "\\" and not self._is_escaped
+        elif letter == '"':
+            self.is_in_string = True
+        elif letter in "[{":
+            self.depth += 1
+        elif letter in "]}":
+            self.depth -= 1
+
+    def end_of(self, text: str, start: int) -> int | None:
+        """The end of a value that begins, or white space before it, at `start` of a text that grows; None: none yet."""
+        for index in range(start + self._num_read, len(text)):
+            self.read(text[index])
+            if self.depth == 0 and text[index] in "]}":
+                return index + 1
+        self._num_read = len(text) - start
+        return None
+
+
 class CallArrayReader(MessageReader):
     """Reads a JSON array of calls, `[{"name": ..., "arguments": {...}}]`; each is read when it is complete."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._unread = ""  # of an object that has begun
-        self._depth = 0
-        self._is_in_string = False
-        self._is_escaped = False
+        self._json = JsonDepth()
 
     def feed(self, text: str) -> None:
         """Read a piece of the array."""
         start = 0
         for index, letter in enumerate(text):
-            if self._is_in_string:
-                self._is_in_string = self._is_escaped or letter != '"'
-                self._is_escaped = letter == "\\" and not self._is_escaped
-            elif letter == '"':
-                self._is_in_string = True
-            elif letter in "[{":
-                if self._depth == 1:
-                    start = index
-                self._depth += 1
-            elif letter in "]}":
-                self._depth -= 1
-                if self._depth == 1:
-                    self._read(self._unread + text[start : index + 1])
-                    self._unread = ""
-        if self._depth > 1:
+            before = self._json.depth
+            self._json.read(letter)
+            if before == 1 and self._json.depth == 2:
+                start = index
+            elif before == 2 and self._json.depth == 1:
+                self._read(self._unread + text[start : index + 1])
+                self._unread = ""
+        if self._json.depth > 1:
             self._unread += text[start:]
 
     def finish(self, *, is_cut: bool = False) -> None:
@@ -295,24 +319,30 @@ class RequiredCallReader(CallArrayReader):
         super().finish()
 
 
-def calls_of(value: object) -> list[tuple[str, str]]:
+def calls_of(value: object, names: frozenset[str] = frozenset()) -> list[tuple[str, str]]:
     """The names and arguments (JSON text) of the tool calls that a model has written.
 
     Args:
         value: `{"name": ..., "arguments": ...}`, or Llama's `parameters`; also as the `function` of an object, and
-            arrays of any of them. Arguments are an object, or JSON text.
+            arrays of any of them. Arguments are an object, or JSON text; null is none.
+        names: Tools whose calls may lack them.
 
     Raises:
         ValueError: It is something else, or JSON cannot hold it.
     """
     if isinstance(value, list):
-        return [call for entry in value for call in calls_of(entry)]
+        return [call for entry in value for call in calls_of(entry, names)]
     if isinstance(value, Mapping) and isinstance(value.get("function"), list | dict):
-        return calls_of(value["function"])
+        return calls_of(value["function"], names)
     name, arguments = None, None
     if isinstance(value, Mapping):
-        name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
-    if not isinstance(name, str) or not name or not isinstance(arguments, dict | str):
+        name = value.get("name")
+        key = next((key for key in ("arguments", "parameters") if key in value), None)
+        is_bare = key is None and isinstance(name, str) and name.strip() in names and value.keys() <= BARE_CALL
+        arguments = {} if is_bare else value[key] if key else None
+        if key and (arguments is None or arguments == ""):
+            arguments = {}
+    if not isinstance(name, str) or not name.strip() or not isinstance(arguments, dict | str):
         raise ValueError("not a tool call")
     if isinstance(arguments, dict):
         arguments = json.dumps(arguments, ensure_ascii=False, allow_nan=False)

@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any, Final
 
 from hf_triton.engine.sequence import Completion, FinishReason
@@ -17,7 +17,9 @@ from hf_triton.protocol.requests import GenerationRequest
 from hf_triton.protocol.responses import encode_output, outputs_to_fill
 from hf_triton.protocol.tensors import Array
 from hf_triton.sampling.types import TokenLogprobs
+from hf_triton.tasks.text_generation.detokenizer import REPLACEMENT
 from hf_triton.tasks.text_generation.prepare import PreparedPrompt, PromptPreparer
+from hf_triton.tasks.text_generation.tokenizer import TextCodec
 
 FINISH_REASONS: Final[dict[FinishReason, str]] = {
     "eos": "stop",
@@ -126,17 +128,23 @@ class OutputEncoder:
 
         Position by position, because `json` lets no other thread run: a long prompt has a hundred thousand entries.
         """
-        decode = cache(lambda token_id: self._preparer.codec.decode([token_id]))
-        return f"[{', '.join(json.dumps(each and _position(decode, each)) for each in logprobs)}]"
+        describe = cache(partial(_described, self._preparer.codec))
+        return f"[{', '.join(json.dumps(each and _position(describe, each)) for each in logprobs)}]"
 
 
-def _position(decode: Callable[[int], str], logprobs: TokenLogprobs) -> dict[int, dict[str, object]]:
+def _described(codec: TextCodec, token_id: int) -> dict[str, object]:
+    text = codec.token_text(token_id)
+    part = codec.part_of_character(token_id) if REPLACEMENT in text else None
+    return {"decoded_token": text} | ({} if part is None else {"bytes": [*part]})
+
+
+def _position(describe: Callable[[int], dict[str, object]], logprobs: TokenLogprobs) -> dict[int, dict[str, object]]:
     ranks = {token_id: rank for rank, (token_id, _) in enumerate(logprobs.top, start=1)}
     return {
         token_id: {
             "logprob": logprob if math.isfinite(logprob) else LEAST_LOGPROB,
             "rank": ranks.get(token_id),
-            "decoded_token": decode(token_id),
+            **describe(token_id),
         }
         for token_id, logprob in {logprobs.token_id: logprobs.logprob, **dict(logprobs.top)}.items()
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,9 +16,10 @@ from typing import Any, Final
 
 from hf_triton.engine.sequence import Completion, FinishReason, Outcome, SequenceGroup, SequenceListener
 from hf_triton.errors import CancelledError, HfTritonError, as_own_error, panics_as_errors
+from hf_triton.grammar.constraint import OwnConstraint
 from hf_triton.protocol.requests import GenerationRequest
 from hf_triton.protocol.responses import encode_timings
-from hf_triton.sampling.types import LogitsProcessor, TokenLogprobs
+from hf_triton.sampling.types import Constraint, LogitsProcessor, TokenLogprobs
 from hf_triton.tasks.interface import ResponseConfig
 from hf_triton.tasks.request import InferenceRequest
 from hf_triton.tasks.text_generation.detokenizer import MarkedTextStream, TextStream, up_to_stop
@@ -139,13 +141,17 @@ class GenerationResponse(SequenceListener):
             listener=self,
             row=row,
             listens_to_tokens=listens,
-            constraint=prompt.constraint,
+            constraint=partial(self._constraint, prompt.constraint) if prompt.constraint else None,
             deadline_s=self.request.deadline_s(asked.max_time_s),
             priority=asked.queue_priority,
             adapter=prompt.adapter,
             cache_salt=asked.cache_salt,
             times=self.request.times,
         )
+
+    def _constraint(self, build: Callable[[], Constraint]) -> Constraint:
+        """A sequence's own. If it fails, the request is refused, and the engine continues."""
+        return OwnConstraint(build(), self.refuse)
 
     def _begin_writing(self, prompt: PreparedPrompt) -> _Writing:
         plan = prompt.message_plan

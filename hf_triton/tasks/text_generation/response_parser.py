@@ -1,24 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads messages by a response template, with transformers' own response parser. Knows no tokens and no files.
 
-transformers' parser raises an exception if a tool call is malformed, and keeps the whole text. Here such a call becomes
-content, and only what is still needed is kept.
+transformers' parser raises an exception if a tool call is malformed, drops what opens no region, and keeps the whole
+text. Here both become content, and only what is still needed is kept. And the first closing tag ends a call there, even
+within an argument; here it is the first behind the call's JSON value, and without JSON, see `tag_calls`.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+from collections.abc import Mapping
 from functools import cache
+from types import MappingProxyType
 from typing import Any, Final
 
 import regex  # type: ignore[import-untyped]
 
 from hf_triton.errors import where
-from hf_triton.tasks.text_generation.message import MessageReader, calls_of
+from hf_triton.tasks.text_generation.message import JsonDepth, MessageReader, calls_of
+from hf_triton.tasks.text_generation.tag_calls import Call
 
 logger = logging.getLogger(__name__)
 
 TOOL_CALLS: Final = "tool_calls"
+CALL_TAGS: Final = "call_tags"
+"""The `content_args` of fields that `CallTags` read: their text is the JSON of what these find."""
+JSON_DIALECTS: Final = frozenset({"string_delims", "unquoted_keys", "allow_non_json"})
+"""`content_args` with which a JSON value's end is not known before it is parsed."""
 REASONING: Final = frozenset({"reasoning_content", "reasoning", "thinking"})
 """The names that response templates have for reasoning."""
 MAX_PIECE: Final = 256
@@ -43,53 +52,115 @@ def _parser_class() -> Any:
 
         _opened_at = 0
         _num_prefix = 0
+        _json: JsonDepth | None = None  # of the region's value, which has not ended yet
+        _is_cut = False
+        _is_unclosed = False
+        _calls: Mapping[int, Call] = MappingProxyType({})  # in tags
 
         def _consume_prefix(self, prefix: str) -> None:
             super()._consume_prefix(prefix)
             self._num_prefix = len(self._buffer)
 
-        def read(self, text: str, events: list[dict[str, Any]], *, is_last: bool = False) -> None:
+        def read(self, text: str, events: list[dict[str, Any]], *, is_last: bool = False, is_cut: bool = False) -> None:
             """Add the events of a piece. Unlike `finalize`, without a check for fields that are missing."""
             self._buffer += text
+            self._is_cut = is_cut
+            if is_cut:
+                self._drop_cut_tag()
             self._process(events, eos=is_last)
 
-        def drop_cut_tag(self) -> None:
-            """Forget the beginning of a tag of reasoning at the end of the text."""
-            watch = [(kind, field) for kind, field in self._watchlist() if field.name in REASONING]
+        def _drop_cut_tag(self) -> None:
+            """Forget the beginning of a tag of reasoning, or of a message's header, at the end of the text."""
+            watch = [
+                (kind, field) for kind, field in self._watchlist() if field.name in REASONING or self._current is None
+            ]
             if self._current in REASONING or not self._opened:
                 self._buffer = self._buffer[: self._scan(watch, eos=False)[1]]
 
         def unread(self) -> str:
             """The text of a completion that no event has."""
-            is_raw = self._current is not None and not self._is_text(self._current)
-            return self._buffer[max(self._opened_at if is_raw else self._pos, self._num_prefix) :]
+            start = self._opened_at if self._raw_field() else self._pos
+            return self._buffer[max(start, self._num_prefix) :]
 
         def forget(self) -> None:
             """Drop text that no pattern needs any more."""
-            is_raw_needed = self._current is not None and not self._is_text(self._current)
-            if not is_raw_needed and (num_dropped := self._pos - NUM_KEPT) > NUM_KEPT:
+            if not self._raw_field() and (num_dropped := self._pos - NUM_KEPT) > NUM_KEPT:
                 self._buffer = self._buffer[num_dropped:]
                 self._pos -= num_dropped
                 self._opened_at -= num_dropped
                 self._num_prefix = max(self._num_prefix - num_dropped, 0)
 
-        def _is_text(self, name: str) -> bool:
-            return bool(self._spec.fields[name].content == "text")
+        def _raw_field(self) -> Any:
+            """The current field if its text is a value that is read as a whole; else None."""
+            field = None if self._current is None else self._spec.fields[self._current]
+            return None if field is None or field.content == "text" else field
+
+        def _scan(self, watch: Any, eos: bool) -> Any:
+            field = self._raw_field()
+            if field is not None and CALL_TAGS in field.content_args:
+                best, hold_start = (self._close_tags(field), len(self._buffer)) if eos else (None, self._pos)
+            elif field is not None and self._is_in_json(field):
+                best, hold_start = (self._close_broken_json(field), len(self._buffer)) if eos else (None, self._pos)
+            else:
+                best, hold_start = super()._scan(watch, eos)
+            self._is_unclosed = eos and best is None
+            return best, hold_start
+
+        def _close_tags(self, field: Any) -> Any:
+            """The end of a call in tags, whose values become the region's text."""
+            if self._pos not in self._calls:
+                self._calls = field.content_args[CALL_TAGS].calls(self._buffer, self._pos)
+            if self._pos not in self._calls:
+                return None
+            closing, values = self._calls[self._pos]
+            self._body, self._pos = json.dumps(values), closing.start()
+            return "close", field, closing
+
+        def _is_in_json(self, field: Any) -> bool:
+            """Whether a JSON object or array has begun and not ended; one that has ended becomes the region's text."""
+            if field.content != "json" or not JSON_DIALECTS.isdisjoint(field.content_args):
+                return False
+            if (
+                self._json is None
+                and not self._body.strip()
+                and self._buffer[self._pos :].lstrip().startswith(("{", "["))
+            ):
+                self._json = JsonDepth()
+            if self._json is None:
+                return False
+            end = self._json.end_of(self._buffer, self._pos)
+            if end is None:
+                return True
+            self._body, self._pos, self._json = self._body + self._buffer[self._pos : end], end, None
+            return False
+
+        def _close_broken_json(self, field: Any) -> Any:
+            """The first closing tag that is not within a string of a value that never ends."""
+            depth, start = JsonDepth(), self._pos
+            for match in () if field.close_re is None else field.close_re.finditer(self._buffer, start):
+                for letter in self._buffer[start : match.start()]:
+                    depth.read(letter)
+                if not depth.is_in_string:
+                    return "close", field, match
+                start = match.start()
+            return None
 
         def _accumulate(self, events: list[dict[str, Any]], text: str) -> None:
+            if self._current is None and text:  # before a region, in a template whose content has an opening
+                events.append({"type": "region_chunk", "field": "content", "text": text, "dirty": False})
             super()._accumulate(events, text)
-            if self._current is not None and self._is_text(self._current):
+            if self._current is not None and not self._raw_field():
                 self._body = ""  # its events have it
 
         def _open_explicit(self, events: list[dict[str, Any]], field: Any, m: Any) -> None:
-            self._opened_at = m.start()
+            self._opened_at, self._json = m.start(), None
             super()._open_explicit(events, field, m)
 
         def _close_current(self, events: list[dict[str, Any]]) -> None:
             name, num_events = self._current, len(events)
             raw = self._buffer[max(self._opened_at, 0) : self._pos]
             try:
-                self._try_tags()
+                self._check_call()
                 super()._close_current(events)
             except TimeoutError:
                 raise
@@ -99,16 +170,37 @@ def _parser_class() -> Any:
             for event in events[num_events:]:
                 event["raw"] = raw
 
-        def _try_tags(self) -> None:
+        def _check_call(self) -> None:
+            """Let a named call without a text have no arguments.
+
+            Raises:
+                ValueError: The region may be a part of a call.
+            """
+            field = self._raw_field()
+            if field is None:
+                return
+            self._try_tags(field)
+            if field.name != TOOL_CALLS:
+                return
+            has_arguments = self._body.strip() not in ("", "null")
+            if self._is_unclosed and (field.content != "json" or CALL_TAGS in field.content_args):
+                raise ValueError("no closing tag")
+            if field.content == "json" and not has_arguments and "name" in self._captures:
+                if self._is_unclosed and self._is_cut:
+                    raise ValueError("no arguments yet")
+                self._body = "{}"
+
+        def _try_tags(self, field: Any) -> None:
             """Search a region's tags with a limit of time, which the content parser does not have.
 
             Raises:
+                ValueError: There is text between them, which would be lost.
                 TimeoutError: The search takes too long.
             """
-            field = self._spec.fields.get(self._current or "")
-            if field is not None and (pattern := field.content_args.get("tag_pattern")):
-                for _ in regex.finditer(pattern, self._body, regex.DOTALL, timeout=MAX_SEARCH_S):
-                    pass
+            if pattern := field.content_args.get("tag_pattern"):
+                rest = regex.sub(pattern, "", self._body, flags=regex.DOTALL, timeout=MAX_SEARCH_S)
+                if rest.strip():
+                    raise ValueError("text between tags")
 
     return LenientParser
 
@@ -138,6 +230,7 @@ class TemplateReader(MessageReader):
     ) -> None:
         super().__init__(**options)
         self._is_parallel = is_parallel
+        self._names = frozenset(tool["function"]["name"] for tool in tools)
         self._parser: Any = _parser_of(template, prefix, tools)
         before = self._parser.initial_events
         names = {event["field"] for event in before if event["type"] == "region_chunk" and event["text"].strip()}
@@ -175,9 +268,7 @@ class TemplateReader(MessageReader):
     def _read(self, text: str, *, is_last: bool = False, is_cut: bool = False) -> None:
         events: list[dict[str, Any]] = []
         try:
-            if is_cut:
-                self._parser.drop_cut_tag()
-            self._parser.read(text, events, is_last=is_last)
+            self._parser.read(text, events, is_last=is_last, is_cut=is_cut)
         except Exception as error:
             logger.warning("the response template fails, so the rest of a completion is content: %s", where(error))
             rest, self._parser = self._parser.unread(), None
@@ -231,7 +322,10 @@ class TemplateReader(MessageReader):
 
     def _add_calls(self, value: object, raw: str) -> None:
         try:
-            calls = calls_of(value)
+            calls = calls_of(value, self._names)
+            for name, arguments in calls:
+                if name not in self._custom_names and not isinstance(json.loads(arguments), dict):
+                    raise ValueError("arguments are an object")
         except (ValueError, RecursionError):
             self._add_content(raw)
             return

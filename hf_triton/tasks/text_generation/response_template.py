@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+import regex  # type: ignore[import-untyped]
+
 from hf_triton.errors import SettingsError, where
 from hf_triton.protocol.chat import Chat
 from hf_triton.protocol.thinking import Thinking
@@ -26,7 +28,14 @@ from hf_triton.tasks.text_generation.message import (
     RequiredCallReader,
     ThinkingReader,
 )
-from hf_triton.tasks.text_generation.response_parser import MAX_SEARCH_S, REASONING, TOOL_CALLS, TemplateReader
+from hf_triton.tasks.text_generation.response_parser import (
+    CALL_TAGS,
+    MAX_SEARCH_S,
+    REASONING,
+    TOOL_CALLS,
+    TemplateReader,
+)
+from hf_triton.tasks.text_generation.tag_calls import KEY, VALUE, CallTags
 
 logger = logging.getLogger(__name__)
 
@@ -186,7 +195,18 @@ def _compile(spec: Spec) -> Any:
         field.close_re = field.close_re and _TimedPattern(field.close_re)
         if "tag_pattern" in str(field.content_args.get("value_parser")):
             raise ValueError(f"{field.name}: a value_parser with a tag_pattern of its own is not supported")
+        if field.name == TOOL_CALLS and field.close_re and (tags := _call_tags(field)) is not None:
+            field.content, field.content_args = "json", {CALL_TAGS: tags}
     return template
+
+
+def _call_tags(field: Any) -> CallTags | None:
+    """The tags of a call whose values are any text between two patterns; None: it is of another form."""
+    head, _, tail = field.content_args.get("tag_pattern", "").partition(VALUE)
+    if field.content != "xml-inline" or field.content_args.keys() > {"tag_pattern"} or KEY not in head or not tail:
+        return None
+    patterns = (_TimedPattern(regex.compile(pattern, regex.DOTALL)) for pattern in (head, tail))
+    return CallTags(field.open_re, field.close_re, *patterns)
 
 
 def _strings(value: object) -> Iterator[str]:

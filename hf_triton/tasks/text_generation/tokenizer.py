@@ -19,6 +19,11 @@ from hf_triton.tasks.text_generation.detokenizer import (
 ENCODERS: Final = ("__call__", "_encode_plus")
 DECODERS: Final = ("decode", "_decode")
 """Methods of transformers' tokenizers, which some of its own and those of a folder or a repository override."""
+PRINTABLE: Final = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+BYTE_LETTERS: Final = {chr(byte): byte for byte in PRINTABLE} | {
+    chr(256 + index): byte for index, byte in enumerate(sorted({*range(256)} - {*PRINTABLE}))
+}
+"""The letters by which byte-level vocabularies, GPT-2's kind, spell bytes."""
 
 
 class TextCodec:
@@ -44,6 +49,8 @@ class TextCodec:
         decoder = type(tokenizer.backend_tokenizer.decoder).__name__ if self.is_fast else None
         self._joins_bytes = decoder == "ByteLevel"  # GPT-2's kind: a string is the bytes of its tokens, complete or not
         self._silent_ids = self._find_silent_tokens(set(vocabulary.values()))
+        words = (token_id for token_id in sorted(vocabulary.values()) if self.decode([token_id]).strip().isalpha())
+        self._word = None if self._joins_bytes else next(words, None)
 
     def encode(
         self,
@@ -153,6 +160,23 @@ class TextCodec:
             else:
                 text = self._tokenizer.decode(ids, skip_special_tokens=skips, clean_up_tokenization_spaces=False)
         return text
+
+    def token_text(self, token_id: int) -> str:
+        """The text of a token behind others: sentencepiece's decoders drop the space of the first one."""
+        if self._word is None:
+            return self.decode([token_id])
+        before, text = self.decode([self._word]), self.decode([self._word, token_id])
+        return text.removeprefix(before) if text.startswith(before) else self.decode([token_id])
+
+    def part_of_character(self, token_id: int) -> bytes | None:
+        """The bytes of a token that has a part of a character, which is no text; None: they are not known."""
+        if (byte := self.byte_of.get(token_id)) is not None:
+            return bytes([byte])
+        spelled = self.token_strings([token_id])[0]
+        if spelled is None or not BYTE_LETTERS.keys() >= set(spelled):
+            return None
+        data = bytes(BYTE_LETTERS[letter] for letter in spelled)
+        return data if data.decode(errors="replace") == self.decode([token_id]) else None
 
     def is_silent(self, token_id: int) -> bool:
         """Whether a token has no text: special tokens, and ids that the tokenizer does not know."""
