@@ -83,7 +83,8 @@ UNCUT = ("They ask, {so}.", TRIP)
         (THOUGHT + LEAD + CALLS, FORCED | {"tool_choice": "required"}, UNCUT),
         (THOUGHT + ANSWER, {"extra_body": {"structured_outputs": {"choice": ["no", TRIP]}}}, UNCUT),
         (THOUGHT + ANSWER, {}, UNCUT),
-        (THOUGHT + ANSWER, {"reasoning_effort": "none"}, ("", TRIP)),
+        # It goes on within the thought that was ended for it: text of no channel is content.
+        (THOUGHT + ANSWER, {"reasoning_effort": "none"}, ("", "y ask, {so}.<|end|>" + TRIP)),
         ("<|channel|>final<|message|>" + TRIP, {"response_format": FORMAT}, ("", TRIP)),
         (THOUGHT + ANSWER, {"response_format": FORMAT, "max_tokens": 300, "extra_body": {"thinking_budget": 4}}, None),
         (THOUGHT + ANSWER, {"response_format": FORMAT, "max_tokens": 300, "reasoning_effort": "none"}, None),
