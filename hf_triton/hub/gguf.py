@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hf_triton.errors import CheckpointError, clip
+from hf_triton.files import open_regular
 
 SUFFIX: Final = ".gguf"
 BESIDE_MODELS: Final = re.compile("mmproj|imatrix", re.IGNORECASE)
@@ -137,7 +138,7 @@ def is_whole_header(blob: bytes, file_size: int) -> bool:
 
 
 def _read_header(file: Path) -> GgufHeader:
-    with file.open("rb") as stream:
+    with open_regular(file) as stream:
         return _walk(stream.read(MAX_HEADER_BYTES), file.stat().st_size)
 
 

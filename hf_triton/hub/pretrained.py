@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib.util
-import json
 import logging
 import typing
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hf_triton.errors import CheckpointError, LoadError, clip
+from hf_triton.files import read_json
 from hf_triton.hub.gguf import check_gguf, find_gguf
 from hf_triton.hub.imports import hidden
 from hf_triton.hub.kind import find_tasks
@@ -101,7 +101,7 @@ def load_config(folder: Path, settings: ModelSettings) -> Any:
 def _check_num_labels(folder: Path, settings: ModelSettings) -> None:
     """Refuse a number of labels that no head has: transformers writes a name for each before it sees the weights."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        given = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        given = read_json(folder / "config.json")
         number = given.get("num_labels") if isinstance(given, dict) else None
         if isinstance(number, int) and number > MAX_LABELS:
             raise CheckpointError(
@@ -162,7 +162,7 @@ def load_image_processor(folder: Path, settings: ModelSettings) -> Any:
 
 def _read_chat_template(folder: Path) -> str | dict[str, str] | None:
     """One template, or several by name, in the forms that transformers accepts of a tokenizer."""
-    template: Any = json.loads((folder / CHAT_TEMPLATE).read_text(encoding="utf-8-sig"))["chat_template"]
+    template: Any = read_json(folder / CHAT_TEMPLATE, "utf-8-sig")["chat_template"]
     if isinstance(template, list):
         template = {entry["name"]: entry["template"] for entry in template}
     sources = list(template.values()) if isinstance(template, dict) else [template]
