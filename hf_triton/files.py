@@ -16,6 +16,12 @@ from typing import Any, BinaryIO, Final
 
 MAX_TEXT_BYTES: Final = 256 << 20
 """Of a config, a tokenizer, an index of shards; those of published models have up to 40 MB."""
+ADAPTER_PICKLE: Final = "adapter_model.bin"
+ADAPTER_IS_PICKLE: Final = (
+    f"has its weights as a pickle alone ({ADAPTER_PICKLE}), which can run code when it is read: convert it to "
+    "safetensors, as docs/adapters.md says"
+)
+"""The end of a sentence about a LoRA adapter's folder."""
 
 
 def open_regular(file: Path) -> BinaryIO:

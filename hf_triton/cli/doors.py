@@ -24,7 +24,8 @@ from hf_triton.cli.folders import (
 )
 from hf_triton.errors import HfTritonError, SettingsError
 from hf_triton.files import read_json, read_text
-from hf_triton.hub.gguf import CHAT_TEMPLATE, check_gguf, find_gguf
+from hf_triton.hub.gguf import find_gguf
+from hf_triton.hub.gguf_header import CHAT_TEMPLATE, check_gguf
 from hf_triton.hub.resolve import Hub
 from hf_triton.protocol.names import MODEL_SETTINGS
 from hf_triton.protocol.task_declaration import TaskDeclaration

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from hf_triton.errors import CheckpointError, HubError
+from hf_triton.files import ADAPTER_IS_PICKLE, ADAPTER_PICKLE
 from hf_triton.hub.failures import Failure, explain_download, incomplete_on_hub, is_transient, one_line
 from hf_triton.hub.gguf import choose_gguf
 from hf_triton.hub.headers import write_header
@@ -99,6 +100,8 @@ class Downloader:
         commit, sizes = self._list_files()
         if spec.files:
             missing = [name for name in spec.files if name not in sizes]
+            if missing and ADAPTER_PICKLE in sizes:
+                raise HubError("weights_not_safe", f"{spec.name} {ADAPTER_IS_PICKLE}")
             if missing:
                 raise incomplete_on_hub(spec, missing)
             return self._fetch(list(spec.files), sizes, commit)
@@ -219,8 +222,8 @@ class Downloader:
         if needed > free:
             raise HubError(
                 "disk_full",
-                f"{self._spec.name} needs {needed / 1e9:.2f} GB and {self._cache_dir} has {free / 1e9:.2f} GB free: "
-                "make room, or set TRANSFORMERS_CACHE to a folder on a larger disk",
+                f"{self._spec.name} needs {_decimal(needed)} and {self._cache_dir} has {_decimal(free)} free: make "
+                "room, or set TRANSFORMERS_CACHE to a folder on a larger disk",
             )
 
     def _download(self, name: str, revision: str) -> Path:
@@ -270,6 +273,10 @@ class Downloader:
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch.fnmatch(name, pattern) and name.count("/") == pattern.count("/") for pattern in patterns)
+
+
+def _decimal(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.2f} MB"
 
 
 def remove_stale(repository: Path) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from hf_triton.errors import CheckpointError, HubError, SettingsError
+from hf_triton.files import ADAPTER_IS_PICKLE, ADAPTER_PICKLE
 from hf_triton.hub.failures import FOLDER_HINT
 from hf_triton.hub.gguf import SUFFIX, find_gguf
 from hf_triton.hub.kind import describe_other_kind
@@ -217,7 +218,10 @@ class Hub:
                 f"{folder} has pickle weights only, which can run code when they are read: convert them to "
                 "safetensors, or set allow_pickle to true if you trust them",
             )
-        other = describe_other_kind(folder, [path.name for path in folder.iterdir()]) if missing else None
+        if missing and spec.files and (folder / ADAPTER_PICKLE).exists():
+            raise CheckpointError("weights_not_safe", f"{folder} {ADAPTER_IS_PICKLE}")
+        is_model = not spec.files
+        other = describe_other_kind(folder, [path.name for path in folder.iterdir()]) if missing and is_model else None
         if other:
             raise CheckpointError("unsupported_model", f"{folder} {other}")
         if missing:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any, Final, Literal
 
-from hf_triton.runner.reference import greedy_logits, make_prompt, same_logits
+from hf_triton.runner.reference import check_numbers, greedy_logits, make_prompt, same_logits
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,8 @@ def probe_batching(model: Any) -> Sharing:
     """
     short, equal, long = (make_prompt(model, *shape) for shape in PROMPTS)
     alone = greedy_logits(model, [short])
+    if bool(alone.isnan().any()):
+        check_numbers(model, alone, greedy_logits(model, [long]))
     try:
         if same_logits(model, alone, greedy_logits(model, [short, long])):
             return "padded"

@@ -16,7 +16,7 @@ import torch
 
 from hf_triton.runner.faults import described, is_fatal, is_memory
 from hf_triton.runner.model_runner import ModelRunner, Way
-from hf_triton.runner.reference import NUM_STEPS, greedy_logits, make_prompt, same_logits
+from hf_triton.runner.reference import NUM_STEPS, check_numbers, greedy_logits, make_prompt, same_logits
 from hf_triton.runner.step import Step, TokenRange
 
 logger = logging.getLogger(__name__)
@@ -33,9 +33,13 @@ def probe_ways(model: Any) -> Way | None:
     """The first way in which a model's logits, in company and in chunks, are those that it has alone in `generate`.
 
     None: no way is right.
+
+    Raises:
+        CheckpointError: They are NaN.
     """
     short, long = make_prompt(model, *SHORT), make_prompt(model, *LONG)
     expected_short, expected_long = greedy_logits(model, [short]), greedy_logits(model, [long])
+    check_numbers(model, expected_short, expected_long)
     for way in WAYS:
         try:
             with torch.inference_mode():
