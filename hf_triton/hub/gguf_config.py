@@ -133,6 +133,8 @@ def _scaling(config: Any, header: GgufHeader, file: Path) -> dict[str, Any] | No
         if attention != 1.0:
             whole["attention_factor"] = attention * (0.1 * math.log(factor) + 1)
         return whole if factor != 1 else None
+    if attention != 1.0:
+        unknown["attn_factor"] = attention
     if kind != "linear" or unknown:
         raise ValueError(", ".join(f"{key} {clip(value)}" for key, value in ({"type": kind} | unknown).items()))
     return {"rope_type": "linear", "factor": factor} if factor != 1 else None
@@ -162,7 +164,7 @@ def _llama3(config: Any, factors: list[float]) -> dict[str, Any] | None:
     import torch
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    if all(factor == 1 for factor in factors):
+    if all(factor == 1 for factor in factors) or not any(factors):  # a header without its tensors has zeros
         return None
     scaling = {"rope_type": "llama3", "factor": max(factors), **LLAMA3}
     trial = type(config)(**config.to_dict())
@@ -184,6 +186,8 @@ def _scale(config: Any, scaling: dict[str, Any]) -> None:
     parameters = getattr(config, "rope_parameters", None)
     if not isinstance(parameters, dict):
         raise ValueError(f"{type(config).__name__} has no place for {scaling['rope_type']}")
+    if hasattr(config, name := "original_max_position_embeddings") and name in scaling:
+        setattr(config, name, scaling[name])
     if isinstance(parameters.get("full_attention"), dict):
         config.rope_parameters = parameters | {"full_attention": _merged(parameters["full_attention"], scaling)}
     else:

@@ -78,10 +78,14 @@ def check_finite(settings: ModelSettings, model: Any) -> None:
     Raises:
         CheckpointError: There is one; the message names its tensor.
     """
+    import torch
+
     for name, tensor in model.named_parameters():
-        if tensor.is_meta or not tensor.numel() or not tensor.is_floating_point() or tensor.itemsize < 2:
+        plain = tensor.detach()
+        is_read = type(plain) is torch.Tensor and plain.is_floating_point() and plain.itemsize > 1  # not what is packed
+        if not is_read or plain.is_meta or not plain.numel():
             continue
-        if not all(bool(bound.isfinite()) for bound in tensor.detach().aminmax()):
+        if not all(bool(bound.isfinite()) for bound in plain.aminmax()):
             raise CheckpointError(
                 "checkpoint_invalid",
                 f"the weights of {settings.huggingface_model} have NaN or infinite numbers in {name}: fetch the "

@@ -99,6 +99,20 @@ def test_nothing_that_can_run_is_downloaded(tmp_path: Path, loopback: LoopbackHu
     assert not [path for path in (tmp_path / "home" / "hub").rglob("*") if path.suffix in (".bin", ".py", ".pt")]
 
 
+@pytest.mark.parametrize("is_local", [False, True])
+def test_an_adapter_that_is_a_pickle_is_named(tmp_path: Path, loopback: LoopbackHub, is_local: bool) -> None:
+    for name in ("adapter_config.json", "adapter_model.bin"):
+        (tmp_path / "checkpoint" / name).write_text("{}")
+    loopback.add(MODEL, tmp_path / "checkpoint")
+    hub = build_hub(tmp_path, loopback.environment())
+    with pytest.raises(
+        (HubError, CheckpointError), match=r"as a pickle alone \(adapter_model\.bin\).*convert it"
+    ) as raised:
+        hub.resolve_adapter(str(tmp_path / "checkpoint") if is_local else MODEL)
+    assert raised.value.code == "weights_not_safe"
+    assert not list((tmp_path / "home").rglob("*.bin"))
+
+
 def test_retries_are_logged(tmp_path: Path, loopback: LoopbackHub, caplog: pytest.LogCaptureFixture) -> None:
     loopback.fail(503, times=1, path="/api/")
     build_hub(tmp_path, loopback.environment(), download=download_with_frequent_logs).resolve_model()
