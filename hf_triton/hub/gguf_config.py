@@ -36,7 +36,7 @@ ATTRIBUTES: Final = {
     "expert_feed_forward_length": "moe_intermediate_size",
 }
 """Keys that transformers does not read for every architecture, and entries of configs that mean the same."""
-WITHOUT_EFFECT: Final = re.compile(r"attention\.(value_length|causal)|rope\.(dimension_count|scal)")
+WITHOUT_EFFECT: Final = re.compile(r"attention\.(value_length|causal)|rope\.(dimension_count|scal)|context_length")
 """Keys that say again what others say, or that are looked at here."""
 
 
@@ -85,7 +85,10 @@ def _apply_attributes(config: Any, own: dict[str, Any], read: set[str], file_nam
         if key in read or WITHOUT_EFFECT.match(key) or isinstance(value, str) or value in (0, False):
             continue
         attribute = ATTRIBUTES.get(key, "")
-        if not isinstance(value, GgufArray) and hasattr(config, attribute):
+        positions = getattr(config, "rope_parameters", None)
+        if key == "rope.freq_base" and isinstance(positions, dict) and "rope_theta" in positions:
+            config.rope_parameters = positions | {"rope_theta": value}
+        elif not isinstance(value, GgufArray) and hasattr(config, attribute):
             setattr(config, attribute, value)
         else:
             unread.append(key)
@@ -105,11 +108,13 @@ def _scaling(config: Any, header: GgufHeader, file: Path) -> dict[str, Any] | No
     """
     own, prefix = header.own, "rope.scaling."
     given = {key.removeprefix(prefix): value for key, value in own.items() if key.startswith(prefix)}
+    if not given and "rope.scale_linear" not in own and not {LONG, SHORT, FREQUENCIES} & header.tensors.keys():
+        return None
     kind = given.pop("type", "linear")
     factor = given.pop("factor", None) or own.get("rope.scale_linear") or 1.0
     if isinstance(factor, str | bool | GgufArray) or factor <= 0:
         raise ValueError(f"factor {clip(factor)}")
-    trained = given.pop("original_context_length", None) or config.max_position_embeddings
+    trained = given.pop("original_context_length", None) or getattr(config, "max_position_embeddings", None)
     given.pop("finetuned", None)
     attention = given.pop("attn_factor", 1.0)
     if kind == "none":
