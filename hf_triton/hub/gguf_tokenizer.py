@@ -15,7 +15,7 @@ import logging
 from typing import Any, Final
 
 from hf_triton.errors import CheckpointError, clip
-from hf_triton.hub.gguf_header import TOKEN_IDS, TOKENS, TYPES, GgufHeader
+from hf_triton.hub.gguf_header import TOKENS, TYPES, GgufHeader
 
 logger = logging.getLogger(__name__)
 
@@ -138,16 +138,19 @@ def _spell_special_tokens(state: dict[str, Any], header: GgufHeader) -> None:
     vocabulary: dict[str, int] = state["model"]["vocab"]
     spellings = {token_id: spelling for spelling, token_id in vocabulary.items()}
     tokens = header.values[TOKENS].texts
-    types = header.values[TYPES].numbers if TYPES in header.values else (0,) * len(tokens)
-    named = {header.values[key] for key in TOKEN_IDS if key in header.values}
+    if TYPES in header.values:
+        types = header.values[TYPES].numbers
+    else:  # an older file; its padding may be any token
+        named = {header.values.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
+        types = [CONTROL if token_id in named else 0 for token_id in range(len(tokens))]
     added, seen = [], set()
     for token_id, (token, kind) in enumerate(zip(tokens, types, strict=True)):
-        if (kind not in (CONTROL, USER_DEFINED) and token_id not in named) or token in seen:
+        if kind not in (CONTROL, USER_DEFINED) or token in seen:
             continue
         seen.add(token)
         if (spelling := spellings.get(token_id)) not in (None, token):
             del vocabulary[spelling]
         vocabulary[token] = token_id
         flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-        added.append({"id": token_id, "content": token, **flags, "special": kind != USER_DEFINED})
+        added.append({"id": token_id, "content": token, **flags, "special": kind == CONTROL})
     state["added_tokens"] = added
