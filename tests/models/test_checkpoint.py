@@ -431,7 +431,7 @@ NEUTRAL_VALUES |= {"no_repeat_ngram_size": 0, "min_new_tokens": None}
         ({"do_sample": True, "temperature": 1e-6, "top_k": 5, **ALWAYS}, {"do_sample": False, **ALWAYS}),
         ({"do_sample": True, "temperature": 0.0, "top_k": 5, **ALWAYS}, {"do_sample": False, **ALWAYS}),
     ],
-    ids=["sampling", "greedy", "sampling, neutral", "greedy, neutral", "nothing", "temperature near zero"],
+    ids=["sampling", "greedy", "sampling, neutral", "greedy, neutral", "nothing", "near zero", "zero"],
 )
 def test_defaults_of_a_generation_config(
     checkpoint: Path, written: dict[str, object], expected: dict[str, object]
