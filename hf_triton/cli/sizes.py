@@ -87,7 +87,9 @@ def build_without_weights(kind: Any, folder: Path, config: Any, settings: ModelS
         return None
     dtype = getattr(torch, dtype_name(config, settings), torch.float32)
     with loading("the model", settings):
-        return build_on_meta(kind, config, read_stored(folder, settings), dtype=dtype).eval()
+        return build_on_meta(
+            kind, config, read_stored(folder, settings), settings.huggingface_model, dtype=dtype
+        ).eval()
 
 
 def dtype_name(config: Any, settings: ModelSettings) -> str:

@@ -98,13 +98,14 @@ def read_safetensors_header(file: Path) -> dict[str, Any]:
     return header
 
 
-def build_on_meta(auto_class: Any, config: Any, stored: Stored | None, **arguments: Any) -> Any:
+def build_on_meta(auto_class: Any, config: Any, stored: Stored | None, name: str, **arguments: Any) -> Any:
     """A model on torch's device `meta`.
 
     Args:
         auto_class: The class of transformers that builds it.
         config: Its config, which is copied.
         stored: What its files hold; None: they are not known.
+        name: The model's, for messages.
         **arguments: Of `from_config`.
 
     Raises:
@@ -121,7 +122,7 @@ def build_on_meta(auto_class: Any, config: Any, stored: Stored | None, **argumen
             held = f"{stored.num_tensors} tensors in its files" if stored else "what is served"
             raise CheckpointError(
                 "weights_mismatch",
-                f"the model has more than {limit} tensors by its config, against {held}: correct the number of layers "
+                f"{name} has more than {limit} tensors by its config, against {held}: correct the number of layers "
                 "or experts in config.json, or use a complete checkpoint of this architecture",
             ) from None
 
@@ -159,11 +160,16 @@ def check_sizes(auto_class: Any, folder: Path, config: Any, settings: ModelSetti
     Raises:
         CheckpointError: It is.
     """
-    stored = read_stored(folder, settings)
+    try:
+        stored = read_stored(folder, settings)
+    except CheckpointError:  # of a damaged file, which the load reports
+        return
     if stored is None:
         return
     try:
-        model = build_on_meta(auto_class, config, stored, trust_remote_code=settings.trust_remote_code)
+        model = build_on_meta(
+            auto_class, config, stored, settings.huggingface_model, trust_remote_code=settings.trust_remote_code
+        )
         model.tie_weights()
     except CheckpointError:
         raise
