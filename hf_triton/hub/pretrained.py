@@ -13,7 +13,7 @@ import importlib.util
 import logging
 import re
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,6 +38,8 @@ CHAT_TEMPLATE: Final = "chat_template.json"
 """Older image processors keep their chat template here, which tokenizers do not read."""
 GPU_PACKAGES: Final = "fla", "causal_conv1d", "mamba_ssm"
 """Kernels for hybrid and state-space models."""
+MAX_SIDE: Final = 8192
+"""Of pictures as models see them."""
 MAX_COUNT: Final = 1_000_000
 COUNTED: Final = re.compile("layer|label|expert|block|depth|stage")
 """Parts of names of numbers in configs, for each of which transformers makes a list that long."""
@@ -176,7 +178,17 @@ def load_image_processor(folder: Path, settings: ModelSettings) -> Any:
 
     with loading("preprocessor_config.json", settings, folder):
         load: Any = AutoImageProcessor.from_pretrained
-        return load(folder, backend="pil", trust_remote_code=settings.trust_remote_code, local_files_only=True)
+        processor = load(folder, backend="pil", trust_remote_code=settings.trust_remote_code, local_files_only=True)
+    for name in ("size", "crop_size"):  # each picture is brought to it
+        given = getattr(processor, name, None) or {}
+        sides = given.values() if isinstance(given, Mapping) else vars(given).values()
+        if longest := max((side for side in sides if isinstance(side, int) and side > MAX_SIDE), default=0):
+            raise CheckpointError(
+                "checkpoint_invalid",
+                f"preprocessor_config.json of {settings.huggingface_model} has a {name} of {longest} pixels, more than "
+                f"{MAX_SIDE}: correct it, or choose another revision",
+            )
+    return processor
 
 
 def _read_chat_template(folder: Path) -> str | dict[str, str] | None:

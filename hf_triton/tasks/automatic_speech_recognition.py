@@ -12,6 +12,7 @@ from pydantic import BeforeValidator
 
 from hf_triton.engine.speech_params import SpeechParams, Transcript
 from hf_triton.errors import CheckpointError, RequestError, clip
+from hf_triton.files import read_json
 from hf_triton.hub.pretrained import SPEECH, loading
 from hf_triton.protocol.parameters import GREEDY_BELOW
 from hf_triton.protocol.task_declaration import AUDIO, DeclaredOptions, TaskDeclaration, TaskOutput, TextInput
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 NUM_FIRST: Final = 4
 """Tokens that a completion begins with: its start, language, task, and whether there are timestamps."""
 MAX_PROMPT: Final = 10_000
+MAX_SIZES: Final = {"feature_size": 1024, "n_fft": 65_536, "chunk_length": 3600, "sampling_rate": 384_000}
+"""Of a preprocessor_config.json."""
 ENGLISH: Final = "en"
 
 
@@ -295,4 +298,9 @@ def _load_extractor(folder: Path, settings: ModelSettings) -> Any:
     from transformers import WhisperFeatureExtractor
 
     with loading("preprocessor_config.json", settings, folder):
+        file = folder / "preprocessor_config.json"
+        given = read_json(file) if file.exists() else {}
+        for name, most in MAX_SIZES.items():  # tables and windows of that size are made
+            if isinstance(value := given.get(name, 0), int | float) and not 0 <= value <= most:
+                raise ValueError(f"`{name}` is {clip(value)}, more than {most}")
         return WhisperFeatureExtractor.from_pretrained(folder, local_files_only=True)

@@ -3,6 +3,7 @@
 
 import base64
 import copy
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -377,3 +378,12 @@ def test_a_preprocessor_that_does_not_fit_is_refused_at_load(config: dict[str, i
         CheckpointError, match=r"cannot read what preprocessor_config.json makes of sound \(80 mel bins"
     ):
         Served(save_whisper(tmp_path / "wrong", **config))
+
+
+@pytest.mark.parametrize("name", ["feature_size", "n_fft", "chunk_length"])
+def test_a_preprocessor_s_sizes_take_no_memory(name: str, tmp_path: Path) -> None:
+    folder = save_whisper(tmp_path / "huge")
+    file = folder / "preprocessor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {name: 1 << 40}))
+    with pytest.raises(CheckpointError, match=f"`{name}` is 1099511627776, more than"):
+        Served(folder)
