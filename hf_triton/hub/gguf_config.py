@@ -75,7 +75,8 @@ def _read_keys(architecture: str) -> set[str] | None:
 
     if architecture in GGUF_CONFIG_ARCHS:
         return None
-    names = {re.sub("[-_]", "", family): set(keys) for family, keys in GGUF_CONFIG_MAPPING.items()}
+    mapping: dict[str, dict[str, Any]] = GGUF_CONFIG_MAPPING  # type: ignore[assignment]
+    names = {re.sub("[-_]", "", family): set(keys) for family, keys in mapping.items()}
     return names.get(re.sub("[-_]", "", architecture), set())
 
 

@@ -153,7 +153,8 @@ class SpeechRecognition(DeclaredTask):
         """
         if not self._languages:
             return None, None
-        task, language = getattr(own, "task", None) or "transcribe", getattr(own, "language", None)
+        task: Any = getattr(own, "task", None) or "transcribe"
+        language: Any = getattr(own, "language", None)
         if task not in ("transcribe", "translate"):
             raise self._unknown("task", task, "transcribe, translate")
         if language is None:
