@@ -15,7 +15,7 @@ from benchmarks.gpu.tables import document
 from hf_triton.cli.cards import CARDS
 from hf_triton.cli.gateway_options import ALONE
 from hf_triton.errors import CODES
-from hf_triton.hub.gguf import MAX_HEADER_BYTES
+from hf_triton.hub.gguf_header import MAX_HEADER_BYTES
 from hf_triton.hub.resolve import CACHE_VARIABLES, TOKEN_VARIABLES
 from hf_triton.openai.bodies import MAX_CONTAINERS, MAX_JSON_BYTES, MAX_VALUES
 from hf_triton.openai.chat import ChatRequest

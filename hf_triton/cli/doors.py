@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import json
 import os
 import shutil
 from collections.abc import Collection, Iterator, Mapping
@@ -23,7 +22,9 @@ from hf_triton.cli.folders import (
     parse_message,
 )
 from hf_triton.errors import HfTritonError, SettingsError
-from hf_triton.hub.gguf import CHAT_TEMPLATE, check_gguf, find_gguf
+from hf_triton.files import read_json, read_text
+from hf_triton.hub.gguf import find_gguf
+from hf_triton.hub.gguf_header import CHAT_TEMPLATE, check_gguf
 from hf_triton.hub.resolve import Hub
 from hf_triton.protocol.names import MODEL_SETTINGS
 from hf_triton.protocol.task_declaration import TaskDeclaration
@@ -108,8 +109,10 @@ def has_chat_template(folder: Path) -> bool:
         if settings.tokenizer is None and (gguf := find_gguf(checkpoint, settings.gguf_file)):
             return CHAT_TEMPLATE in check_gguf(checkpoint / gguf, settings.huggingface_model).values
     config = checkpoint / "tokenizer_config.json"
-    is_inside = config.exists() and '"chat_template"' in config.read_text(encoding="utf-8", errors="replace")
-    return is_inside or any((checkpoint / name).exists() for name in CHAT_TEMPLATES)
+    with contextlib.suppress(OSError, ValueError):
+        if '"chat_template"' in read_text(config, errors="replace"):
+            return True
+    return any((checkpoint / name).exists() for name in CHAT_TEMPLATES)
 
 
 def mask_token(folder: Path) -> str:
@@ -117,7 +120,7 @@ def mask_token(folder: Path) -> str:
     with contextlib.suppress(HfTritonError, ImportError, OSError, ValueError):
         settings = load_folder_settings(parse_config(folder), ModelSettings).settings
         if checkpoint := Hub(folder, settings, os.environ).find_config_folder():
-            tokens = json.loads((checkpoint / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
+            tokens = read_json(checkpoint / "tokenizer.json")["added_tokens"]
             return next((token["content"] for token in tokens if "mask" in token["content"].lower()), MASK)
     return MASK
 

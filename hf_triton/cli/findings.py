@@ -30,6 +30,7 @@ from hf_triton.hub.failures import explain_download
 from hf_triton.hub.kind import find_task
 from hf_triton.hub.pretrained import gguf_of, is_quantized
 from hf_triton.hub.resolve import Hub
+from hf_triton.hub.sizes import check_sizes
 from hf_triton.hub.spec import CheckpointSpec
 from hf_triton.server import scarce_shared_memory
 from hf_triton.settings import DoorSettings, ModelSettings
@@ -220,6 +221,8 @@ class FolderCheck:
             self._add("engine", "error", error)
         is_undone = False
         if gguf_of(checkpoint, settings):
+            with self._errors("weights"):
+                check_sizes(kind, checkpoint, model_config, settings)
             dtype = dtype_name(model_config, settings).replace("None", "float32")
             self._add("quantisation", "ok", f"GGUF, undone at load: the weights become {dtype}")
         with self._errors("quantisation"):
@@ -233,7 +236,7 @@ class FolderCheck:
         if settings.has_weights:
             with self._errors("memory"):
                 read_dtype(checkpoint, model_config, settings)
-                model = build_without_weights(kind, model_config, settings)
+                model = build_without_weights(kind, checkpoint, model_config, settings)
                 num_bytes = loaded_bytes(checkpoint, model_config, model, settings, from_files=not is_undone)
                 outline = None if task or model_config.is_encoder_decoder or not model else measure_outline(model)
                 self._check_memory(num_bytes, model_config, settings, device_of(config), outline)

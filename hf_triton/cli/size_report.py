@@ -68,7 +68,7 @@ class SizeReport:
     @cached_property
     def _model(self) -> Any:
         found = self._found
-        return build_without_weights(found.kind, found.config, found.settings)
+        return build_without_weights(found.kind, found.folder, found.config, found.settings)
 
     def run(self, name: str) -> None:
         """Collect all.

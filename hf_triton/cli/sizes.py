@@ -3,15 +3,12 @@
 
 from __future__ import annotations
 
-import copy
-import json
-import struct
 from pathlib import Path
 from typing import Any, Final
 
-from hf_triton.errors import CheckpointError
 from hf_triton.hub.graph import check_graph
 from hf_triton.hub.pretrained import gguf_of, is_quantized, loading
+from hf_triton.hub.sizes import build_on_meta, read_safetensors_header, read_stored
 from hf_triton.hub.snapshot import weight_files
 from hf_triton.settings import ModelSettings
 
@@ -52,7 +49,7 @@ def _bytes_in_safetensors(folder: Path, config: Any, settings: ModelSettings) ->
     loaded = None if is_quantized(config) else BYTES.get(dtype_name(config, settings))
     total = 0
     for name in names:
-        for tensor in _read_header(folder / name).values():
+        for tensor in read_safetensors_header(folder / name).values():
             start, end = tensor["data_offsets"]
             size = BYTES_IN_FILE.get(tensor["dtype"])
             total += (end - start) * loaded // size if size and loaded else end - start
@@ -70,12 +67,12 @@ def read_dtype(folder: Path, config: Any, settings: ModelSettings) -> None:
     if config.dtype is not None or settings.load_format != "auto" or gguf_of(folder, settings):
         return
     for name in weight_files(folder, [path.name for path in folder.iterdir()], allow_pickle=False)[:1]:
-        _read_header(folder / name)
+        read_safetensors_header(folder / name)
         read: Any = get_state_dict_dtype
         config.dtype = read(load_state_dict(folder / name, map_location="meta"))
 
 
-def build_without_weights(kind: Any, config: Any, settings: ModelSettings) -> Any:
+def build_without_weights(kind: Any, folder: Path, config: Any, settings: ModelSettings) -> Any:
     """A model on torch's device `meta`, in the dtype that it is loaded in, in eval mode.
 
     Returns:
@@ -89,32 +86,12 @@ def build_without_weights(kind: Any, config: Any, settings: ModelSettings) -> An
     if type(config) not in kind._model_mapping:
         return None
     dtype = getattr(torch, dtype_name(config, settings), torch.float32)
-    with loading("the model", settings), torch.device("meta"):
-        return kind.from_config(copy.deepcopy(config), dtype=dtype).eval()
+    with loading("the model", settings):
+        return build_on_meta(
+            kind, config, read_stored(folder, settings), settings.huggingface_model, dtype=dtype
+        ).eval()
 
 
 def dtype_name(config: Any, settings: ModelSettings) -> str:
     """The dtype that a model is loaded in, as PyTorch names it; `None` if neither setting nor config says."""
     return str(config.dtype).removeprefix("torch.") if settings.dtype == "auto" else settings.dtype
-
-
-def _read_header(file: Path) -> dict[str, Any]:
-    """The header of a safetensors file: its length in 8 bytes, then JSON.
-
-    Raises:
-        CheckpointError: It is not such a file.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, "np"):  # checks that the whole file is there, and reads no weights
-            pass
-    except (OSError, SafetensorError):
-        raise CheckpointError(
-            "checkpoint_invalid", f"{file.name} is no safetensors file, or half of one: fetch the checkpoint again"
-        ) from None
-    with file.open("rb") as stream:
-        (length,) = struct.unpack("<Q", stream.read(8))
-        header: dict[str, Any] = json.loads(stream.read(length))
-    header.pop("__metadata__", None)
-    return header

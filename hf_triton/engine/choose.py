@@ -192,6 +192,8 @@ def _sharing(model: Any, context_length: int) -> Sharing:
     """
     try:
         sharing = probe_batching(model)
+    except CheckpointError:
+        raise
     except Exception as error:
         raise CheckpointError(
             "unsupported_model",

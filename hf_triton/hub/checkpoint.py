@@ -49,6 +49,10 @@ CONTEXT_NAMES: Final = (
 """Names of the context length in model configs."""
 
 
+SAMPLES: Final = "a", "1"
+"""Texts that have no token in common but those that are added to each."""
+
+
 @dataclass(frozen=True)
 class Placement:
     """The device that Triton chose for a model instance."""
@@ -109,14 +113,14 @@ class Checkpoint:
         """The sampling parameters of the checkpoint's generation_config, without neutral values.
 
         A checkpoint without `do_sample` is greedy whatever its temperature, as in transformers. A checkpoint whose
-        temperature makes sampling greedy (Qwen2.5-VL's 0.000001) is greedy too.
+        temperature makes sampling greedy (0, or Qwen2.5-VL's 0.000001) is greedy too.
 
         Args:
             with_beams: Whether `num_beams` is one of them, unless the checkpoint samples.
         """
         config = self.model.generation_config
         temperature = getattr(config, "temperature", None)
-        do_sample = bool(config.do_sample) and not (temperature is not None and 0 < temperature < GREEDY_BELOW)
+        do_sample = bool(config.do_sample) and not (temperature is not None and 0 <= temperature < GREEDY_BELOW)
         values = {name: getattr(config, name, None) for name in NEUTRAL_VALUES if do_sample or name not in WARPERS}
         effective = {
             name: value for name, value in values.items() if value is not None and value != NEUTRAL_VALUES[name]
@@ -209,11 +213,25 @@ def _load(
 
 
 def _check_vocabulary(checkpoint: Checkpoint, settings: ModelSettings) -> None:
-    """Warn of tokens that the model does not have."""
+    """Warn of tokens that the model does not have.
+
+    Raises:
+        CheckpointError: Each prompt has one.
+    """
     with loading("the model", settings, checkpoint.folder):
         vocabulary_size = checkpoint.vocabulary_size
-    if len(checkpoint.tokenizer) > vocabulary_size:
-        logger.warning("the tokenizer has %d tokens and the model %d", len(checkpoint.tokenizer), vocabulary_size)
+    if len(checkpoint.tokenizer) <= vocabulary_size:
+        return
+    logger.warning("the tokenizer has %d tokens and the model %d", len(checkpoint.tokenizer), vocabulary_size)
+    with loading("the tokenizer", settings, checkpoint.folder):
+        added = [ids for text in SAMPLES if (ids := checkpoint.tokenizer(text)["input_ids"])]
+    if added and all(max(ids) >= vocabulary_size for ids in added):
+        raise CheckpointError(
+            "checkpoint_invalid",
+            f"the tokenizer of {settings.tokenizer or settings.huggingface_model} begins or ends each prompt with a "
+            f"token that the model does not have (token {max(added[0])} of {vocabulary_size}): tokenizer and model do "
+            "not belong together",
+        )
 
 
 def _take_stop_strings(model: Any) -> tuple[str, ...]:

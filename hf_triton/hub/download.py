@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from hf_triton.errors import CheckpointError, HubError
+from hf_triton.files import ADAPTER_IS_PICKLE, ADAPTER_PICKLE
 from hf_triton.hub.failures import Failure, explain_download, incomplete_on_hub, is_transient, one_line
 from hf_triton.hub.gguf import choose_gguf
 from hf_triton.hub.headers import write_header
@@ -36,6 +37,8 @@ from hf_triton.hub.snapshot import (
     is_sound,
     lacking_weights,
     missing_files,
+    remove_blob,
+    unchecked_mark,
     weight_files,
 )
 from hf_triton.hub.spec import CheckpointSpec
@@ -81,6 +84,7 @@ class Downloader:
         self._api = HfApi()
         self._progress = _Progress(report)
         self._repair_lock = threading.Lock()
+        self._checksums: dict[str, str] = {}
 
     def run(self) -> Path:
         """Download the needed files, small ones first.
@@ -96,6 +100,8 @@ class Downloader:
         commit, sizes = self._list_files()
         if spec.files:
             missing = [name for name in spec.files if name not in sizes]
+            if missing and ADAPTER_PICKLE in sizes:
+                raise HubError("weights_not_safe", f"{spec.name} {ADAPTER_IS_PICKLE}")
             if missing:
                 raise incomplete_on_hub(spec, missing)
             return self._fetch(list(spec.files), sizes, commit)
@@ -158,7 +164,9 @@ class Downloader:
         revision = None if spec.revision == "main" else spec.revision
         commit = _retry(lambda: self._api.model_info(spec.name, revision=revision)).sha or spec.revision
         tree = _retry(lambda: list(self._api.list_repo_tree(spec.name, recursive=True, revision=commit)))
-        return commit, {entry.path: entry.size for entry in tree if hasattr(entry, "size")}
+        files: dict[str, Any] = {entry.path: entry for entry in tree if hasattr(entry, "size")}
+        self._checksums = {name: file.lfs.sha256 if file.lfs else file.blob_id for name, file in files.items()}
+        return commit, {name: file.size for name, file in files.items()}
 
     def _check_kind(self, folder: Path, names: Collection[str]) -> None:
         other = describe_other_kind(folder, names)
@@ -182,11 +190,16 @@ class Downloader:
         if not names:
             raise incomplete_on_hub(self._spec, ["file of a model"])
         self.check_disk_space({name: sizes[name] for name in names}, commit)
+        snapshot = self._repository / "snapshots" / commit
+        marks = {name: unchecked_mark(snapshot, name) for name in names}
+        for name in (name for name in names if not (snapshot / name).exists()):
+            marks[name].parent.mkdir(parents=True, exist_ok=True)
+            marks[name].write_text(self._checksums.get(name, ""), encoding="ascii")
         if self._spec.revision != commit:  # the client records the revision's commit, which later starts read offline
             self._download(names[0], self._spec.revision)
         pool = ThreadPoolExecutor(4)
         try:
-            paths = list(pool.map(lambda name: self._download_verified(name, commit), names))
+            paths = list(pool.map(lambda name: self._download_verified(name, commit, marks[name]), names))
         finally:
             pool.shutdown(wait=False, cancel_futures=True)  # a failure is reported while other files still download
         return paths[0].parents[names[0].count("/")]
@@ -209,45 +222,61 @@ class Downloader:
         if needed > free:
             raise HubError(
                 "disk_full",
-                f"{self._spec.name} needs {needed / 1e9:.2f} GB and {self._cache_dir} has {free / 1e9:.2f} GB free: "
-                "make room, or set TRANSFORMERS_CACHE to a folder on a larger disk",
+                f"{self._spec.name} needs {_decimal(needed)} and {self._cache_dir} has {_decimal(free)} free: make "
+                "room, or set TRANSFORMERS_CACHE to a folder on a larger disk",
             )
 
     def _download(self, name: str, revision: str) -> Path:
         from huggingface_hub import hf_hub_download
 
-        bar, cache = self._progress.bar_class(name), self._cache_dir
+        bar, cache = self._progress.bar_class(), self._cache_dir
         fetch = partial(hf_hub_download, self._spec.name, name, revision=revision, cache_dir=cache, tqdm_class=bar)
         return Path(_retry(fetch))
 
-    def _download_verified(self, name: str, commit: str) -> Path:
-        """Download a file, twice if its checksum is wrong; cached files over 32 MiB are not verified again."""
+    def _download_verified(self, name: str, commit: str, mark: Path) -> Path:
+        """Download a file, twice if its checksum is wrong; cached files over 32 MiB are not verified again.
+
+        Its mark says that it is not verified yet, to whom this process leaves it.
+        """
         path = self._download(name, commit)
         is_small = not path.exists() or path.stat().st_size < 32 << 20
-        if not (is_small or self._progress.is_new(name)) or not self._is_damaged(path):
-            return path
-        with self._repair_lock:  # one at a time, because files with the same content share a blob
-            if self._is_damaged(path):
-                path.resolve().unlink(missing_ok=True)
-                path.unlink(missing_ok=True)
-            path = self._download(name, commit)
-            if self._is_damaged(path):
-                raise HubError(
-                    "hub_incomplete",
-                    f"{name} of {self._spec.name} arrived damaged twice (its checksum is wrong): look for a proxy or "
-                    "mirror that alters files, and start again",
-                )
-            return path
+        if (is_small or mark.exists()) and self._is_damaged(path, name):
+            path = self._repair(path, name, commit)
+        mark.unlink(missing_ok=True)
+        return path
 
-    def _is_damaged(self, path: Path) -> bool:
+    def _repair(self, path: Path, name: str, commit: str) -> Path:
+        """Download a file again, unless another thread has.
+
+        Raises:
+            HubError: It is damaged again; nothing of it stays.
+        """
+        with self._repair_lock:  # one at a time, because files with the same content share a blob
+            if self._is_damaged(path, name):
+                remove_blob(path)
+            path = self._download(name, commit)
+            if not self._is_damaged(path, name):
+                return path
+            remove_blob(path)
+        raise HubError(
+            "hub_incomplete",
+            f"{name} of {self._spec.name} arrived damaged twice (its checksum is wrong): look for a proxy or mirror "
+            "that alters files, and start again",
+        )
+
+    def _is_damaged(self, path: Path, name: str) -> bool:
         try:
-            return not is_sound(path, self._progress.report_check)
+            return not is_sound(path, self._progress.report_check, self._checksums.get(name, ""))
         except FileNotFoundError:  # another file shared its blob, which was removed
             return True
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch.fnmatch(name, pattern) and name.count("/") == pattern.count("/") for pattern in patterns)
+
+
+def _decimal(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.2f} MB"
 
 
 def remove_stale(repository: Path) -> None:
@@ -279,22 +308,15 @@ class _Progress:
         self._num_bytes = 0
         self._total_bytes = 0
         self._reported_at = 0.0
-        self._new_files: set[str] = set()
         self._lock = threading.Lock()
-
-    def is_new(self, name: str) -> bool:
-        """Whether the file came over the network."""
-        with self._lock:
-            return name in self._new_files
 
     def report_check(self) -> None:
         """Show that a checksum is being computed, which takes minutes for a large file."""
         with self._lock:
             self._report_at_interval(is_checking=True)
 
-    def _add(self, name: str, num_bytes: int, total_bytes: int = 0) -> None:
+    def _add(self, num_bytes: int, total_bytes: int = 0) -> None:
         with self._lock:
-            self._new_files.add(name)
             self._num_bytes += num_bytes
             self._total_bytes += total_bytes
             self._report_at_interval(is_checking=False)
@@ -305,7 +327,7 @@ class _Progress:
             counts = {"num_bytes": self._num_bytes, "total_bytes": self._total_bytes}
             self._report(counts | {"is_checking": is_checking})
 
-    def bar_class(self, name: str) -> type[Any]:
+    def bar_class(self) -> type[Any]:
         """A tqdm class, through which the client reports its progress."""
         from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
 
@@ -315,10 +337,10 @@ class _Progress:
             def __init__(self, *args: Any, **kwargs: Any) -> None:
                 kwargs["disable"] = True
                 super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]
-                add(name, 0, int(kwargs.get("total") or 0))
+                add(0, int(kwargs.get("total") or 0))
 
             def update(self, n: float | None = 1) -> bool | None:
-                add(name, int(n or 0))
+                add(int(n or 0))
                 return None
 
         return Bar

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from hf_triton.errors import CheckpointError, SettingsError
+from hf_triton.files import read_json
 from hf_triton.settings import ModelSettings
 
 if TYPE_CHECKING:
@@ -91,8 +92,8 @@ def check_graph(folder: Path, settings: ModelSettings) -> tuple[GraphFacts, Path
             "torch",
         )
     try:
-        facts = GraphFacts(**json.loads((folder / FACTS).read_text(encoding="utf-8")))
-    except (ValueError, TypeError):
+        facts = GraphFacts(**read_json(folder / FACTS))
+    except (OSError, ValueError, TypeError):
         raise CheckpointError("checkpoint_invalid", f"{folder / FACTS} is not what was written: {AGAIN}") from None
     for made_for, here in (
         (facts.processor, processor_of(settings.runtime)),

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Final
 
 from hf_triton.errors import CheckpointError
-from hf_triton.hub.gguf import SUFFIX, is_whole_header
+from hf_triton.hub.gguf import SUFFIX
+from hf_triton.hub.gguf_header import is_whole_header
 
 MAX_HEADER_BYTES: Final = 100_000_000
 """Of a safetensors file, as the format has it."""

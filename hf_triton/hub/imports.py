@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
+from hf_triton.files import read_text
 from hf_triton.settings import ModelSettings
 
 IMAGES: Final = "image", "vision", "pil"
@@ -60,8 +61,8 @@ def _own_text(sources: Iterable[Path], settings: ModelSettings) -> str:
     texts = [json.dumps(settings.quantization_config)]
     for folder in sources:
         for path in [folder / "config.json", *folder.glob("*.py"), *folder.glob("1/*.py")]:
-            with contextlib.suppress(OSError):  # which says more where the file is needed
-                texts.append(path.read_text(encoding="utf-8", errors="replace"))
+            with contextlib.suppress(OSError, ValueError):  # which says more where the file is needed
+                texts.append(read_text(path, errors="replace"))
     return "\n".join(texts).lower()
 
 

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from hf_triton.errors import CheckpointError, clip
+from hf_triton.files import read_json
 from hf_triton.hub.gguf import SUFFIX, list_files
 from hf_triton.hub.model_tables import tables_of_class, tables_of_family
 from hf_triton.hub.sentence_files import CROSS_ENCODER, GENERAL, MODULES, SPARSE_ENCODER, load_module_list, refusal
@@ -180,7 +180,7 @@ def _num_labels(config: dict[str, Any]) -> int:
 def _read_object(file: Path) -> dict[str, Any]:
     """A file's JSON object; empty if it has none, which loading reports."""
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        value = read_json(file)
     except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from textwrap import shorten
 from typing import Any, Final
 
 from hf_triton.errors import CheckpointError, clip
+from hf_triton.files import read_json
 from hf_triton.hub.gguf import SUFFIX
 
 NEEDS_GPTQMODEL: Final = "requires (gptqmodel|optimum)(?![\\w-])|GPU is required to quantize or run quantize model"
@@ -181,6 +181,6 @@ def _entries(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def _read(file: Path) -> Any:
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        return read_json(file)
     except (OSError, ValueError, RecursionError):
         return None

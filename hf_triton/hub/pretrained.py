@@ -10,20 +10,25 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib.util
-import json
 import logging
+import re
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from hf_triton.errors import CheckpointError, LoadError, clip
-from hf_triton.hub.gguf import check_gguf, find_gguf
+from hf_triton.files import read_json
+from hf_triton.hub.gguf import find_gguf
+from hf_triton.hub.gguf_config import apply_header
+from hf_triton.hub.gguf_header import check_gguf
+from hf_triton.hub.gguf_tokenizer import mend_tokenizer
 from hf_triton.hub.imports import hidden
 from hf_triton.hub.kind import find_tasks
 from hf_triton.hub.load_failures import explain_load
 from hf_triton.hub.sentence_modules import SPARSE_LINEAR
-from hf_triton.hub.weights import check_weights
+from hf_triton.hub.sizes import check_sizes
+from hf_triton.hub.weights import check_finite, check_weights
 from hf_triton.protocol.names import TEXT_TO_TEXT, TaskName
 from hf_triton.settings import ModelSettings
 
@@ -33,9 +38,11 @@ CHAT_TEMPLATE: Final = "chat_template.json"
 """Older image processors keep their chat template here, which tokenizers do not read."""
 GPU_PACKAGES: Final = "fla", "causal_conv1d", "mamba_ssm"
 """Kernels for hybrid and state-space models."""
-MAX_LABELS: Final = 1_000_000
-ROPE_SCALING: Final = "rope_f"
-"""The beginning of names of tensors that scale the rotation of positions: `rope_freqs`, `rope_factors_long`."""
+MAX_SIDE: Final = 8192
+"""Of pictures as models see them."""
+MAX_COUNT: Final = 1_000_000
+COUNTED: Final = re.compile("layer|label|expert|block|depth|stage")
+"""Parts of names of numbers in configs, for each of which transformers makes a list that long."""
 TOKENIZER: Final = "tokenizer.json"
 SPEECH: Final = "AutoModelForSpeechSeq2Seq"
 WHISPER: Final = "WhisperForConditionalGeneration"
@@ -85,11 +92,11 @@ def load_config(folder: Path, settings: ModelSettings) -> Any:
 
     if gguf := gguf_of(folder, settings):
         header = check_gguf(folder / gguf, settings.huggingface_model)
-        if unread := [name for name in header.tensors if name.startswith(ROPE_SCALING)]:
-            logger.warning("transformers does not read %s of %s: texts differ from the original's", unread[0], gguf)
         with loading(f"the header of {gguf}", settings, folder):
-            return AutoConfig.from_pretrained(folder, gguf_file=gguf, local_files_only=True)
-    _check_num_labels(folder, settings)
+            config = AutoConfig.from_pretrained(folder, gguf_file=gguf, local_files_only=True)
+            apply_header(config, header, folder / gguf, settings.huggingface_model)
+        return config
+    _check_counts(folder, settings)
     with loading("config.json", settings, folder):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=settings.trust_remote_code, local_files_only=True)
     if (folder / "generation_config.json").exists():
@@ -98,17 +105,28 @@ def load_config(folder: Path, settings: ModelSettings) -> Any:
     return config
 
 
-def _check_num_labels(folder: Path, settings: ModelSettings) -> None:
-    """Refuse a number of labels that no head has: transformers writes a name for each before it sees the weights."""
+def _check_counts(folder: Path, settings: ModelSettings) -> None:
+    """Refuse numbers of layers and labels that no model has: transformers makes lists of them before it sees any."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        given = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        number = given.get("num_labels") if isinstance(given, dict) else None
-        if isinstance(number, int) and number > MAX_LABELS:
-            raise CheckpointError(
-                "checkpoint_invalid",
-                f"config.json of {settings.huggingface_model} has num_labels {clip(number)}, more than the "
-                f"{MAX_LABELS} that are read: correct it, or choose another revision",
-            )
+        for name, number in _counts(read_json(folder / "config.json")):
+            if number > MAX_COUNT:
+                raise CheckpointError(
+                    "checkpoint_invalid",
+                    f"config.json of {settings.huggingface_model} has {name[:80]} {clip(number)}, more than the "
+                    f"{MAX_COUNT} that are read: correct it, or choose another revision",
+                )
+
+
+def _counts(value: Any, name: str = "") -> Iterator[tuple[str, int]]:
+    """The numbers in a config that count parts of a model, and their names."""
+    if isinstance(value, dict):
+        for key, entry in value.items():
+            yield from _counts(entry, key)
+    elif isinstance(value, list):
+        for entry in value:
+            yield from _counts(entry, name)
+    elif type(value) is int and COUNTED.search(name):
+        yield name, value
 
 
 def load_tokenizer(folder: Path, settings: ModelSettings) -> Any:
@@ -128,6 +146,9 @@ def load_tokenizer(folder: Path, settings: ModelSettings) -> Any:
             local_files_only=True,
             **({"gguf_file": gguf} if gguf else {}),
         )
+        if gguf:
+            header = check_gguf(folder / gguf, settings.huggingface_model)
+            mend_tokenizer(tokenizer, header, settings.huggingface_model)
         special = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
     if len(tokenizer) <= len(special):
         names = [name for name in tokenizer.vocab_files_names.values() if name != TOKENIZER]
@@ -157,12 +178,22 @@ def load_image_processor(folder: Path, settings: ModelSettings) -> Any:
 
     with loading("preprocessor_config.json", settings, folder):
         load: Any = AutoImageProcessor.from_pretrained
-        return load(folder, backend="pil", trust_remote_code=settings.trust_remote_code, local_files_only=True)
+        processor = load(folder, backend="pil", trust_remote_code=settings.trust_remote_code, local_files_only=True)
+    for name in ("size", "crop_size"):  # each picture is brought to it
+        given = getattr(processor, name, None) or {}
+        sides = given.values() if isinstance(given, Mapping) else vars(given).values()
+        if longest := max((side for side in sides if isinstance(side, int) and side > MAX_SIDE), default=0):
+            raise CheckpointError(
+                "checkpoint_invalid",
+                f"preprocessor_config.json of {settings.huggingface_model} has a {name} of {longest} pixels, more than "
+                f"{MAX_SIDE}: correct it, or choose another revision",
+            )
+    return processor
 
 
 def _read_chat_template(folder: Path) -> str | dict[str, str] | None:
     """One template, or several by name, in the forms that transformers accepts of a tokenizer."""
-    template: Any = json.loads((folder / CHAT_TEMPLATE).read_text(encoding="utf-8-sig"))["chat_template"]
+    template: Any = read_json(folder / CHAT_TEMPLATE, "utf-8-sig")["chat_template"]
     if isinstance(template, list):
         template = {entry["name"]: entry["template"] for entry in template}
     sources = list(template.values()) if isinstance(template, dict) else [template]
@@ -206,6 +237,7 @@ def _load_model(
     if settings.load_format == "dummy":
         with loading("the model", settings, folder):
             return _with_attention(settings, _dummy_loader(auto_class, config, settings, device_map))
+    check_sizes(auto_class, folder, config, settings)
     arguments: dict[str, Any] = {
         "config": config,
         "dtype": settings.dtype,
@@ -231,6 +263,7 @@ def _load_model(
             settings, lambda attention: auto_class.from_pretrained(folder, attn_implementation=attention, **arguments)
         )
     check_weights(settings, info, model, is_headless=auto_class_name == "AutoModel")
+    check_finite(settings, model)
     return model
 
 

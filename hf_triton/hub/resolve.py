@@ -16,11 +16,18 @@ from pathlib import Path
 from typing import Final
 
 from hf_triton.errors import CheckpointError, HubError, SettingsError
+from hf_triton.files import ADAPTER_IS_PICKLE, ADAPTER_PICKLE
 from hf_triton.hub.failures import FOLDER_HINT
 from hf_triton.hub.gguf import SUFFIX, find_gguf
 from hf_triton.hub.kind import describe_other_kind
 from hf_triton.hub.process import DownloadLimits, download
-from hf_triton.hub.snapshot import check_weights_named, has_only_pickle, missing_files
+from hf_triton.hub.snapshot import (
+    check_regular,
+    check_weights_named,
+    has_only_pickle,
+    missing_files,
+    verify_unchecked,
+)
 from hf_triton.hub.spec import CheckpointSpec
 from hf_triton.settings import ModelSettings
 
@@ -162,6 +169,10 @@ class Hub:
         for cache in self.caches():
             try:
                 folder = _cached_snapshot(spec, cache)
+                if folder is not None and (damaged := verify_unchecked(folder)):
+                    logger.warning("%s was damaged in the cache %s, and is removed", ", ".join(damaged), cache)
+                if folder is not None:
+                    check_regular(folder)
                 missing = [] if folder is None else missing_files(folder, spec)
             except PermissionError as error:
                 logger.warning("skipping the cache %s: no permission to read %s", cache, error.filename)
@@ -191,6 +202,7 @@ class Hub:
             base = "" if is_whole else f" for '{spec.name}', relative to {self.model_folder.resolve()}"
             raise HubError("path_not_found", f"there is no folder {folder}{base}: correct {spec.setting}")
         try:
+            check_regular(folder)
             if spec.needs_config:
                 find_gguf(folder, spec.gguf_file)
             missing = missing_files(folder, spec)
@@ -206,7 +218,10 @@ class Hub:
                 f"{folder} has pickle weights only, which can run code when they are read: convert them to "
                 "safetensors, or set allow_pickle to true if you trust them",
             )
-        other = describe_other_kind(folder, [path.name for path in folder.iterdir()]) if missing else None
+        if missing and spec.files and (folder / ADAPTER_PICKLE).exists():
+            raise CheckpointError("weights_not_safe", f"{folder} {ADAPTER_IS_PICKLE}")
+        is_model = not spec.files
+        other = describe_other_kind(folder, [path.name for path in folder.iterdir()]) if missing and is_model else None
         if other:
             raise CheckpointError("unsupported_model", f"{folder} {other}")
         if missing:

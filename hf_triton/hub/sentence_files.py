@@ -6,7 +6,6 @@ Every option is followed, has no effect on what is served, or is refused by its 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Final, cast
 
 from hf_triton.errors import CheckpointError, clip
+from hf_triton.files import read_json
 
 MODULES: Final = "modules.json"
 GENERAL: Final = "config_sentence_transformers.json"
@@ -292,12 +292,12 @@ def read(file: Path, kind: type[Any]) -> Any:
         CheckpointError: There is no file, or it holds something else.
     """
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        value = read_json(file)
     except FileNotFoundError:
         raise CheckpointError(
             "checkpoint_incomplete", f"modules.json needs {file.parent.name}/{file.name}: download the model again"
         ) from None
-    except (ValueError, RecursionError, IsADirectoryError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise invalid(f"{file.name} cannot be read ({type(error).__name__})") from None
     if not isinstance(value, kind):
         raise invalid(f"{file.name} holds no JSON {'array' if kind is list else 'object'}")

@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import json
 import re
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, Final
 
 from hf_triton.errors import CheckpointError, clip
+from hf_triton.files import MAX_TEXT_BYTES, describe_irregular, open_regular, read_json, read_text
 from hf_triton.hub.gguf import find_gguf
 from hf_triton.hub.kind import find_task, find_way
 from hf_triton.hub.sentence_modules import module_files
@@ -37,6 +38,10 @@ TOKENIZER_FILES: Final = (
 PROCESSOR_FILES: Final = ("preprocessor_config.json", "processor_config.json")
 """Those of an image processor."""
 HASH_CHUNK_BYTES: Final = 1 << 20
+CHECKSUM: Final = re.compile("[0-9a-f]{64}|[0-9a-f]{40}")
+UNCHECKED: Final = ".unchecked"
+TEXTS: Final = (".json", ".txt", ".jinja", ".model", ".py", ".tiktoken", ".bpe", ".spm", ".codes")
+"""Endings of files that are read whole."""
 
 
 def weight_files(folder: Path, available: Collection[str], allow_pickle: bool) -> list[str]:
@@ -60,8 +65,8 @@ def weight_files(folder: Path, available: Collection[str], allow_pickle: bool) -
 
 def _shards(index: Path, allow_pickle: bool) -> list[str]:
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()), key="".__add__)
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError, IsADirectoryError):
+        names = sorted(set(read_json(index)["weight_map"].values()), key="".__add__)
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
         raise CheckpointError(
             "checkpoint_invalid", f"{index} does not name the files of the weights: download that file again"
         ) from None
@@ -86,7 +91,7 @@ def check_weights_named(folder: Path) -> None:
         CheckpointError: The config names a file of weights, or there is an adapter beside the model.
     """
     try:
-        named = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("transformers_weights")
+        named = read_json(folder / "config.json").get("transformers_weights")
     except (OSError, ValueError, AttributeError, RecursionError):  # which loading reports
         named = None
     if named not in (None, *SAFETENSORS):
@@ -138,7 +143,7 @@ def missing_code(folder: Path) -> list[str]:
 def _modules(config: Path) -> Iterator[str]:
     """The Python files behind `auto_map`: `{"AutoConfig": "configuration_mine.MyConfig", ...}`, values or lists."""
     try:
-        values = list(json.loads(config.read_text(encoding="utf-8"))["auto_map"].values())
+        values = list(read_json(config)["auto_map"].values())
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
         return
     for value in values:
@@ -177,29 +182,87 @@ def _reads(folder: Path) -> tuple[bool, bool]:
     return is_classifier or find_way(folder) == "image", not is_classifier
 
 
-def is_sound(path: Path, on_chunk: Callable[[], None] | None = None) -> bool:
+def check_regular(folder: Path) -> None:
+    """Refuse a checkpoint with files that a reader would wait for or read without end, before any is read.
+
+    Raises:
+        CheckpointError: A file, or what a link leads to, is a device, a FIFO or a socket, or a config is too large.
+    """
+    for path in (path for pattern in ("*", "*/*") for path in folder.glob(pattern) if not path.name.startswith(".")):
+        fault = describe_irregular(path)
+        if fault is None and path.suffix in TEXTS and path.is_file() and path.stat().st_size > MAX_TEXT_BYTES:
+            fault = f"larger than the {MAX_TEXT_BYTES >> 20} MiB that are read"
+        if fault is not None:
+            raise CheckpointError(
+                "checkpoint_invalid", f"{path} is {fault}, and no file of a checkpoint: remove it, or fetch it again"
+            )
+
+
+def is_sound(path: Path, on_chunk: Callable[[], None] | None = None, listed: str = "") -> bool:
     """Whether a cached file has the checksum that its blob is named after.
 
     The cache names a blob by its ETag: the SHA-256 of a large file, the git blob SHA-1 of a small one. A file with
-    another name (a mirror's own ETag, a plain folder) has no known checksum and counts as sound.
+    another name (a mirror's own ETag, a plain folder) has the checksum that is listed for it, or counts as sound.
 
     Args:
         path: The file, or the link to its blob.
         on_chunk: Called after each megabyte.
+        listed: The checksum by the Hub's list of files; empty: it is not known.
     """
     blob = path.resolve()
-    if re.fullmatch(r"[0-9a-f]{64}", blob.name):
-        digest = hashlib.sha256()
-    elif re.fullmatch(r"[0-9a-f]{40}", blob.name):
-        digest = hashlib.sha1(b"blob %d\0" % blob.stat().st_size, usedforsecurity=False)
-    else:
+    expected = blob.name if CHECKSUM.fullmatch(blob.name) else listed
+    if not CHECKSUM.fullmatch(expected):
         return True
-    with blob.open("rb") as file:
+    is_large = len(expected) == hashlib.sha256().digest_size * 2
+    digest = hashlib.sha256() if is_large else hashlib.sha1(b"blob %d\0" % blob.stat().st_size, usedforsecurity=False)
+    with open_regular(blob) as file:
         while chunk := file.read(HASH_CHUNK_BYTES):
             digest.update(chunk)
             if on_chunk is not None:
                 on_chunk()
-    return digest.hexdigest() == blob.name
+    return digest.hexdigest() == expected
+
+
+def unchecked_mark(snapshot: Path, name: str) -> Path:
+    """The file that stands in a cache while a file of a snapshot is downloaded and not verified yet.
+
+    It holds the checksum that the Hub lists. The Hub's client keeps its `.no_exist` in the same way.
+    """
+    return snapshot.parents[1] / UNCHECKED / snapshot.name / name
+
+
+def verify_unchecked(snapshot: Path) -> list[str]:
+    """Verify the files of a snapshot that an earlier download has left without, and remove damaged ones.
+
+    Returns:
+        The names of those that are damaged.
+
+    Raises:
+        PermissionError: One is damaged and cannot be removed.
+    """
+    marks = unchecked_mark(snapshot, "")
+    damaged = []
+    for mark in sorted(path for path in marks.rglob("*") if path.is_file()):
+        file = snapshot / mark.relative_to(marks)
+        if not file.exists():  # it never came; the next download marks it again
+            continue
+        try:
+            if not is_sound(file, listed=read_text(mark)):
+                remove_blob(file)
+                damaged.append(file.name)
+        except FileNotFoundError:  # another instance of the model has just removed it
+            damaged.append(file.name)
+        except OSError as error:  # a read-only cache, which then is not used
+            raise PermissionError(error.errno, "is damaged and cannot be removed", str(file)) from error
+        with contextlib.suppress(OSError):  # a cache that cannot be written to is verified at each start
+            mark.unlink()
+    return damaged
+
+
+def remove_blob(link: Path) -> None:
+    """Remove a file of a snapshot with what it leads to."""
+    link.resolve().unlink(missing_ok=True)
+    link.unlink(missing_ok=True)
 
 
 def purge_damaged(folder: Path) -> list[str]:

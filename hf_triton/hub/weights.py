@@ -70,6 +70,29 @@ def check_weights(settings: ModelSettings, info: Any, model: Any, *, is_headless
         )
 
 
+def check_finite(settings: ModelSettings, model: Any) -> None:
+    """Refuse weights that are NaN or infinite, with which a model answers the same token for ever, or now and then.
+
+    Each is read once, and nothing is copied: the largest and the smallest number of a tensor show it.
+
+    Raises:
+        CheckpointError: There is one; the message names its tensor.
+    """
+    import torch
+
+    for name, tensor in model.named_parameters():
+        plain = tensor.detach()
+        is_read = type(plain) is torch.Tensor and plain.is_floating_point() and plain.itemsize > 1  # not what is packed
+        if not is_read or plain.is_meta or not plain.numel():
+            continue
+        if not all(bool(bound.isfinite()) for bound in plain.aminmax()):
+            raise CheckpointError(
+                "checkpoint_invalid",
+                f"the weights of {settings.huggingface_model} have NaN or infinite numbers in {name}: fetch the "
+                "checkpoint again, or choose another revision, or a dtype of more range",
+            )
+
+
 def _first(names: list[str]) -> str:
     return f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
 

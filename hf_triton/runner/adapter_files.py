@@ -15,6 +15,7 @@ from typing import Any, Final, NoReturn
 import torch
 
 from hf_triton.errors import CheckpointError, SettingsError, clip
+from hf_triton.files import ADAPTER_IS_PICKLE, ADAPTER_PICKLE, read_bytes
 
 PREFIX: Final = "base_model.model."
 """Of the names in an adapter's file."""
@@ -45,6 +46,12 @@ KINDS: Final = {
     "kasa_config": "KaSA",
     "monteclora_config": "MonteCLoRA",
 }
+SAVED_FROM_MODEL: Final = re.compile(
+    r"\.modules_to_save\.default(?=\.)|(?<=\.lora_[AB])\.default(?=\.)|(?<=\.lora_embedding_[AB])\.default$"
+)
+"""What a state dict has in the names of tensors and a saved adapter does not: the adapter's own name."""
+COMPUTED: Final = "rotary_emb.inv_freq"
+"""The end of the name of a buffer that older models saved, and that newer ones compute, as peft passes it over."""
 LITERAL: Final = re.compile(r"[\w.]+")
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -93,9 +100,7 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
     """
     file = folder / "adapter_config.json"
     try:
-        if file.stat().st_size > MAX_CONFIG_BYTES:
-            refuse(f"cannot be read (adapter_config.json has more than {MAX_CONFIG_BYTES} bytes)")
-        values = json.loads(file.read_bytes())
+        values = json.loads(read_bytes(file, MAX_CONFIG_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         refuse(f"cannot be read ({short(error)})")
     if not isinstance(values, dict):
@@ -210,15 +215,19 @@ def read_tensors(folder: Path, max_bytes: int) -> dict[str, torch.Tensor]:
     from safetensors.torch import load
 
     file = folder / "adapter_model.safetensors"
+    if not file.exists() and (folder / ADAPTER_PICKLE).exists():
+        refuse(ADAPTER_IS_PICKLE)
     try:
-        if file.stat().st_size > max_bytes:
-            refuse(f"cannot be read ({file.name} has more than {max_bytes} bytes, twice what the model has)")
-        weights = load(file.read_bytes())  # a map of a file that shrinks kills the process
-    except CheckpointError:
-        raise
+        weights = load(read_bytes(file, max_bytes))  # a map of a file that shrinks kills the process
     except Exception as error:
         refuse(f"cannot be read ({short(error)})")
-    tensors = {name.removeprefix(PREFIX): weight for name, weight in weights.items()}
+    tensors: dict[str, torch.Tensor] = {}
+    for given, weight in weights.items():
+        name = SAVED_FROM_MODEL.sub("", given.removeprefix(PREFIX))
+        if name in tensors:
+            refuse(f"has two tensors for {clip(name)}: save it by peft's save_pretrained")
+        if not name.endswith(COMPUTED):
+            tensors[name] = weight
     for name, weight in sorted(tensors.items()):
         if len(name) > MAX_NAME_CHARACTERS:
             refuse(f"cannot be read (a tensor's name has more than {MAX_NAME_CHARACTERS} characters)")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from hf_triton.runner.comparison import Comparison
-from hf_triton.runner.reference import NUM_STEPS, logits_after, make_continuation, make_prompt
+from hf_triton.runner.reference import NUM_STEPS, check_numbers, logits_after, make_continuation, make_prompt
 
 if TYPE_CHECKING:
     import torch
@@ -53,6 +53,8 @@ def probe_batching(model: Any) -> Sharing:
         return logits_after(model, list(prompts), [after] * len(prompts))[:, 0]
 
     comparison = Comparison(model, lambda: first_row(short))
+    if bool(comparison.expected.isnan().any()):
+        check_numbers(model, comparison.expected, first_row(long))
     try:
         together = comparison.judge(lambda: first_row(short, long))
         if together.is_right:

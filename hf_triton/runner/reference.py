@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from hf_triton.errors import CheckpointError
 from hf_triton.runner.padding import pad
 
 if TYPE_CHECKING:
@@ -76,3 +77,17 @@ def logits_after(model: Any, prompts: list[list[int]], continuations: list[list[
             **PLAIN | {"min_length": 0, "output_logits": True, "return_dict_in_generate": True},
         )
     return torch.stack(output.logits).float().cpu()
+
+
+def check_numbers(model: Any, *logits: torch.Tensor) -> None:
+    """Refuse a model that computes NaN for each of some prompts: it would answer the same token for ever.
+
+    Raises:
+        CheckpointError: It does.
+    """
+    if all(bool(each.isnan().any()) for each in logits):
+        raise CheckpointError(
+            "checkpoint_invalid",
+            f"the model's logits are NaN for every prompt in {str(model.dtype).removeprefix('torch.')}: look for a "
+            "setting of its config that is NaN, 0 or too large, choose another checkpoint, or set dtype to float32",
+        )

@@ -28,7 +28,7 @@ from hf_triton.runner.comparison import Comparison, Verdict
 from hf_triton.runner.faults import described, is_fatal, is_memory
 from hf_triton.runner.float32 import largest_layer_bytes
 from hf_triton.runner.model_runner import ModelRunner, Way
-from hf_triton.runner.reference import NUM_STEPS, logits_after, make_continuation, make_prompt
+from hf_triton.runner.reference import NUM_STEPS, check_numbers, logits_after, make_continuation, make_prompt
 from hf_triton.runner.step import Step, TokenRange
 
 logger = logging.getLogger(__name__)
@@ -133,6 +133,9 @@ class WayProbe:
 
     Args:
         model: In eval mode, on its device.
+
+    Raises:
+        CheckpointError: Its logits are NaN for every prompt.
     """
 
     def __init__(self, model: Any) -> None:
@@ -143,6 +146,8 @@ class WayProbe:
         """The tokens that are decoded."""
         self.comparison = Comparison(model, self._reference, quick=self._plain)
         """With what `generate` has computed."""
+        first, second, behind, third, last, _ = self.comparison.expected
+        check_numbers(model, torch.stack([first, second, third]), torch.stack([behind, last]))
 
     def judge(self, way: Way) -> Verdict:
         """Whether steps that run so compute what `generate` computes; raises what the model raises."""

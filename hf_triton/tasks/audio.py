@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,10 @@ CONTAINERS: Final = re.compile(rb"RIFF|RIFX|RF64|fLaC|OggS|FORM|ID3|\xff[\xe2-\x
 """How the files begin that are read; base64 of them begins otherwise."""
 OTHERS: Final = ((re.compile(rb"\x1a\x45\xdf\xa3"), "WebM"), (re.compile(rb"....ftyp", re.DOTALL), "MP4 or M4A"))
 """Containers that libsndfile does not read."""
+MAX_CHUNKS: Final = 100
+"""Parts of a WAV that are passed over to find its sound."""
+CHUNK: Final = re.compile(rb"LIST|id3 |fact|cue |bext|smpl|JUNK|PAD ", re.IGNORECASE)
+"""Parts of a WAV that may stand behind its sound."""
 DATA_URI: Final = re.compile(rb"data:[^,]{0,200};base64,", re.IGNORECASE)
 MIN_RATE, MAX_RATE = 1000, 384_000
 MAX_SAMPLE: Final = 1 << 16
@@ -77,7 +81,7 @@ def read_audio(
         RequestError: It cannot be read, is empty or too long.
     """
     soundfile = import_soundfile()
-    data = _plain(data, name)
+    data = _with_length(_plain(data, name))
     try:
         with soundfile.SoundFile(io.BytesIO(data)) as file:
             _check_head(file, max_seconds, name)
@@ -113,6 +117,22 @@ def _plain(data: bytes, name: str) -> bytes:
     if other is not None:
         raise _refusal(f"{name} is {other}, which is not read: convert it to {FORMATS}")
     raise _refusal(f"{name} is not {FORMATS}, nor base64 of it")
+
+
+def _with_length(data: bytes) -> bytes:
+    """The file; a WAV that was streamed says that its sound has no bytes, and gets the length that it has."""
+    if data[:4] not in (b"RIFF", b"RIFX"):
+        return data
+    order: Literal["little", "big"] = "little" if data[:4] == b"RIFF" else "big"
+    start = 12
+    for _ in range(MAX_CHUNKS):
+        size, end = int.from_bytes(data[start + 4 : start + 8], order), len(data) - start - 8
+        if data[start : start + 4] == b"data":
+            if size or end <= 0 or CHUNK.match(data, start + 8):
+                return data
+            return data[: start + 4] + min(end, 0xFFFFFFFF).to_bytes(4, order) + data[start + 8 :]
+        start += 8 + size + size % 2
+    return data
 
 
 def _refusal(sentence: str) -> RequestError:

@@ -11,7 +11,8 @@ import annotated_types
 from pydantic import BeforeValidator
 
 from hf_triton.engine.speech_params import SpeechParams, Transcript
-from hf_triton.errors import RequestError, clip
+from hf_triton.errors import CheckpointError, RequestError, clip
+from hf_triton.files import read_json
 from hf_triton.hub.pretrained import SPEECH, loading
 from hf_triton.protocol.parameters import GREEDY_BELOW
 from hf_triton.protocol.task_declaration import AUDIO, DeclaredOptions, TaskDeclaration, TaskOutput, TextInput
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 NUM_FIRST: Final = 4
 """Tokens that a completion begins with: its start, language, task, and whether there are timestamps."""
 MAX_PROMPT: Final = 10_000
+MAX_SIZES: Final = {"feature_size": 1024, "n_fft": 65_536, "chunk_length": 3600, "sampling_rate": 384_000}
+"""Of a preprocessor_config.json."""
 ENGLISH: Final = "en"
 
 
@@ -48,10 +51,12 @@ class SpeechOptions(DeclaredOptions):
     """Request parameters of automatic-speech-recognition."""
 
     language: str | None = None
-    """Language of the audio, by its code or its English name: `de`, `german`. By default the model detects it."""
+    """Language of the audio, by its code or its English name: `de`, `german`. By default that of
+    generation_config.json; without one the model detects it."""
 
-    task: Literal["transcribe", "translate"] = "transcribe"
-    """Whether the text is in the language of the audio, or translated into English."""
+    task: Literal["transcribe", "translate"] | None = None
+    """Whether the text is in the language of the audio, or translated into English. By default that of
+    generation_config.json, or `transcribe`."""
 
     return_timestamps: Annotated[Literal["none", "segment", "word"], BeforeValidator(_read_timestamps)] = "none"
     """Whether `output` has the times of the text's `chunks`, and with `word` those of its `words` too. `true` stands
@@ -136,8 +141,35 @@ class SpeechRecognition(DeclaredTask):
         is_multilingual = getattr(own, "is_multilingual", True) and hasattr(own, "task_to_id")
         ids = getattr(own, "lang_to_id", {}) if is_multilingual else {}
         self._languages = {token.strip("<|>"): token_id for token, token_id in ids.items()}
+        self._default_task, self._default_language = self._read_defaults(own)
         self._has_timestamps = hasattr(own, "no_timestamps_token_id")
         self._has_alignment = bool(getattr(own, "alignment_heads", None))
+
+    def _read_defaults(self, own: Any) -> tuple[Literal["transcribe", "translate"] | None, int | None]:
+        """The task and the token of the language of a generation_config, where fine-tuning leaves them.
+
+        Raises:
+            CheckpointError: They are none that the model knows.
+        """
+        if not self._languages:
+            return None, None
+        task: Any = getattr(own, "task", None) or "transcribe"
+        language: Any = getattr(own, "language", None)
+        if task not in ("transcribe", "translate"):
+            raise self._unknown("task", task, "transcribe, translate")
+        if language is None:
+            return task, None
+        code = _code_of(language) if isinstance(language, str) else None
+        if code not in self._languages:
+            raise self._unknown("language", language, ", ".join(sorted(self._languages)))
+        return task, int(self._languages[code])
+
+    @staticmethod
+    def _unknown(name: str, value: object, known: str) -> CheckpointError:
+        return CheckpointError(
+            "checkpoint_invalid",
+            f"generation_config.json has {name} {clip(value)}, which is none of {known}: correct it",
+        )
 
     @property
     def window_s(self) -> float:
@@ -172,7 +204,7 @@ class SpeechRecognition(DeclaredTask):
                 f"max_new_tokens must be <= {room}, as many as fit behind the prompt, got {options.max_new_tokens}",
             )
         params = SpeechParams(
-            options.task if self._languages else None,
+            (options.task or self._default_task) if self._languages else None,
             options.return_timestamps,
             prompt_ids,
             _read_temperature(options.temperature),
@@ -181,12 +213,9 @@ class SpeechRecognition(DeclaredTask):
         return params, self._language_id(options.language)
 
     def _language_id(self, language: str | None) -> int | None:
-        from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
-
         if not language:
-            return None
-        name = language.lower()
-        code = TO_LANGUAGE_CODE.get(name, name)
+            return self._default_language
+        code = _code_of(language)
         if not self._languages and code == ENGLISH:
             return None
         if code not in self._languages:
@@ -246,6 +275,15 @@ class SpeechRecognition(DeclaredTask):
         return [_chunk(text, start_s, end_s, duration_s) for text, start_s, end_s in words]
 
 
+def _code_of(language: str) -> str:
+    """The code of a language that is given by its code, its token or its English name."""
+    from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
+
+    name = language.lower().strip("<|>")
+    code: str = TO_LANGUAGE_CODE.get(name, name)
+    return code
+
+
 def _chunk(text: str, start_s: float, end_s: float, duration_s: float) -> dict[str, Any]:
     """A part of the text with its times, which the model may put behind the audio's end, or before its beginning."""
     times_s = [round(min(max(0.0, float(time_s)), duration_s), 3) for time_s in (start_s, end_s)]
@@ -261,4 +299,9 @@ def _load_extractor(folder: Path, settings: ModelSettings) -> Any:
     from transformers import WhisperFeatureExtractor
 
     with loading("preprocessor_config.json", settings, folder):
+        file = folder / "preprocessor_config.json"
+        given = read_json(file) if file.exists() else {}
+        for name, most in MAX_SIZES.items():  # tables and windows of that size are made
+            if isinstance(value := given.get(name, 0), int | float) and not 0 <= value <= most:
+                raise ValueError(f"`{name}` is {clip(value)}, more than {most}")
         return WhisperFeatureExtractor.from_pretrained(folder, local_files_only=True)

@@ -74,6 +74,8 @@ def _load(linear: torch.nn.Linear, file: Path) -> None:
         is_safe = file.suffix == ".safetensors"
         weights = load_file(file) if is_safe else torch.load(file, map_location="cpu", weights_only=True)
         linear.load_state_dict(weights)
+        if not all(bool(tensor.isfinite().all()) for tensor in linear.state_dict().values()):
+            raise ValueError("NaN or infinite numbers")
     except Exception as error:
         raise CheckpointError(
             "weights_mismatch",

@@ -106,11 +106,12 @@ def _load_dense(layer: Dense, device: torch.device, settings: ModelSettings) -> 
     activation = getattr(torch.nn, layer.activation, None)
     if not (isinstance(activation, type) and issubclass(activation, torch.nn.Module)):
         raise _mismatch(layer.folder, f"has the activation {layer.activation}, which torch.nn does not have")
-    linear = torch.nn.Linear(layer.num_inputs, layer.num_outputs, bias=layer.has_bias)
-    parts = torch.nn.ModuleDict({"linear": linear})
     projects = layer.has_residual and layer.num_inputs != layer.num_outputs
-    if projects:
-        parts["residual"] = torch.nn.Linear(layer.num_inputs, layer.num_outputs, bias=False)
+    with torch.device("meta" if settings.load_format == "auto" else "cpu"):  # the file's sizes, not the config's
+        linear = torch.nn.Linear(layer.num_inputs, layer.num_outputs, bias=layer.has_bias)
+        parts = torch.nn.ModuleDict({"linear": linear})
+        if projects:
+            parts["residual"] = torch.nn.Linear(layer.num_inputs, layer.num_outputs, bias=False)
     _load(parts, layer.folder, device, settings)
     try:
         apply = activation().eval()
@@ -137,9 +138,11 @@ def _load(
 
     if settings.load_format == "auto":
         try:
-            parts.load_state_dict(_read_weights(folder, settings))
+            parts.load_state_dict(_read_weights(folder, settings), assign=True)
         except RuntimeError:
             raise _mismatch(folder, "has weights of other names or shapes than its config.json says") from None
+        if not all(bool(tensor.isfinite().all()) for tensor in parts.state_dict().values()):
+            raise _mismatch(folder, "has NaN or infinite numbers")
     return parts.to(device, torch.float32).eval()
 
 

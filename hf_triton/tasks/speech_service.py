@@ -14,7 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final
 
 from hf_triton.engine.speech_params import SpeechGroup, SpeechListener, Transcript
-from hf_triton.errors import HfTritonError, RequestError, ShuttingDownError, as_own_error, panics_as_errors
+from hf_triton.errors import (
+    CheckpointError,
+    HfTritonError,
+    RequestError,
+    ShuttingDownError,
+    as_own_error,
+    panics_as_errors,
+)
 from hf_triton.protocol.model_info import ModelInfo
 from hf_triton.protocol.prompts import Limits
 from hf_triton.protocol.request_values import in_row
@@ -236,6 +243,7 @@ def build_speech_service(
     model = checkpoint.model
     if settings.dtype == "auto":
         leave_slow_dtype(model)
+    _try_window(task, checkpoint)
     info = dataclasses.replace(
         model_info(checkpoint, settings, task=task.declaration.name, engine=settings.runtime),
         context_length=task.max_targets,
@@ -249,3 +257,33 @@ def build_speech_service(
         meter=meter,
         info=info,
     )
+
+
+def _try_window(task: SpeechRecognition, checkpoint: Checkpoint) -> None:
+    """Give the encoder a silent window, as the checkpoint's feature extractor makes it.
+
+    Raises:
+        CheckpointError: They do not fit, or what comes is NaN.
+    """
+    import numpy as np
+    import torch
+
+    model, extractor = checkpoint.model, task.extractor
+    config = model.config
+    try:
+        silence = np.zeros(int(extractor.n_samples), np.float32)
+        features = extractor(silence, sampling_rate=extractor.sampling_rate, return_tensors="pt")["input_features"]
+        with torch.inference_mode():
+            states = model.get_encoder()(features.to(model.device, model.dtype))[0]
+    except Exception as error:  # shapes of a config, which transformers does not check
+        raise CheckpointError(
+            "checkpoint_invalid",
+            f"the model cannot read what preprocessor_config.json makes of sound ({extractor.feature_size} mel bins in "
+            f"{extractor.n_samples / extractor.sampling_rate:g} s, and its config.json has num_mel_bins "
+            f"{config.num_mel_bins} and max_source_positions {config.max_source_positions}): take the "
+            "preprocessor_config.json of the model that this one was trained from",
+        ) from error
+    if not bool(states.isfinite().all()):
+        raise CheckpointError(
+            "checkpoint_invalid", f"the encoder makes NaN or infinite numbers of silence in {model.dtype}: set dtype"
+        )

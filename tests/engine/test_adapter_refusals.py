@@ -3,6 +3,7 @@
 
 import gc
 import json
+import os
 import pickle
 import shutil
 import threading
@@ -191,6 +192,16 @@ FILES: list[tuple[str, dict[str, Any], Callable[[Tensors], object], str]] = [
         "name has more than 1000",
     ),
 ]
+FILES.append(
+    (
+        "two spellings of a tensor",
+        {},
+        lambda tensors: tensors.update(
+            {name.replace(".weight", ".default.weight"): tensor.clone() for name, tensor in tensors.items()}
+        ),
+        "has two tensors for",
+    )
+)
 BYTES: list[tuple[str, bytes, str]] = [
     ("adapter_config.json", b"", "cannot be read"),
     ("adapter_config.json", b"[]", "is not an object"),
@@ -239,7 +250,26 @@ def test_a_file_larger_than_the_model_is_not_read(
     folder = spoil(loaded, tmp_path / "bad", {})
     with (folder / "adapter_model.safetensors").open("r+b") as file:
         file.truncate(1 << 40)  # sparse
-    check_refusal(loaded, folder, "cannot be read .*bytes, twice what the model has")
+    check_refusal(loaded, folder, "cannot be read .*has more than [0-9]+ bytes")
+
+
+def make_device(file: Path) -> None:
+    file.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+@pytest.mark.parametrize("make", [os.mkfifo, make_device])
+def test_what_is_no_file_is_not_read(loaded: Model, tmp_path: Path, name: str, make: Callable[[Path], None]) -> None:
+    folder = spoil(loaded, tmp_path / "bad", {})
+    (folder / name).unlink()
+    make(folder / name)
+    check_refusal(loaded, folder, "cannot be read .*not a regular file")
+
+
+def test_a_pickle_is_refused_by_name(loaded: Model, tmp_path: Path) -> None:
+    folder = spoil(loaded, tmp_path / "bad", {})
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    check_refusal(loaded, folder, r"as a pickle alone \(adapter_model.bin\).* convert it to safetensors")
 
 
 def test_a_second_way_to_change_a_layer_is_refused(loaded: Model, tmp_path: Path) -> None:

@@ -299,3 +299,31 @@ def test_other_layers_and_ties_equal_peft(architecture: str, config: dict[str, A
         expected = wrap(load_model(checkpoint), folder)(token_ids[:1]).logits[0]
     torch.testing.assert_close(changed, expected, rtol=0, atol=1e-5)
     assert not torch.allclose(changed, base, atol=1e-3)
+
+
+@pytest.mark.parametrize("config", [{}, {"modules_to_save": ["lm_head"]}, {"target_modules": ["embed_tokens"]}])
+def test_tensors_of_a_state_dict_are_those_of_peft(config: dict[str, Any], tmp_path: Path) -> None:
+    checkpoint = build_tiny_checkpoint(tmp_path / "base", "llama", eos_token_id=None, tie_word_embeddings=False)
+    folder = save_adapter(checkpoint, tmp_path / "adapter", **config)
+    file = folder / "adapter_model.safetensors"
+    saved = load_file(file)
+    renamed = {name_in_model(name): tensor for name, tensor in saved.items()}
+    assert renamed.keys() != saved.keys()
+    save_file({**renamed, "base_model.model.model.rotary_emb.inv_freq": torch.ones(8)}, file)
+    model = load_model(checkpoint)
+    adapters = Adapters(model)
+    adapter = adapters.load(folder)
+    save_file(saved, file)
+    token_ids = torch.arange(3, 20)[None]
+    with torch.inference_mode(), adapters.choose([adapter]):
+        logits = model(token_ids).logits
+    with torch.inference_mode():
+        torch.testing.assert_close(logits, wrap(load_model(checkpoint), folder)(token_ids).logits, rtol=0, atol=1e-5)
+
+
+def name_in_model(name: str) -> str:
+    """A tensor's name in a model with the adapter `default`."""
+    if name.endswith(("lora_embedding_A", "lora_embedding_B")):
+        return f"{name}.default"
+    first, _, last = name.rpartition(".")
+    return f"{first}.default.{last}" if ".lora_" in name else f"{first}.modules_to_save.default.{last}"

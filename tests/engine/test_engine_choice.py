@@ -108,3 +108,12 @@ def test_models_whose_sequences_affect_each_other_are_not_continuous(
     name: Any, context_length: int, expected: bool
 ) -> None:
     assert is_continuous(build(*name), context_length) is expected
+
+
+@pytest.mark.parametrize("engine", ["auto", "batch"])
+def test_a_model_whose_logits_are_nan_is_refused(engine: str, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(build_tiny_checkpoint(tmp_path, "llama")).eval()
+    for layer in model.model.layers:
+        layer.input_layernorm.variance_epsilon = float("nan")  # as of a config that says so
+    with pytest.raises(CheckpointError, match="the model's logits are NaN for every prompt in float32: look for"):
+        start_engine(model, engine, max_num_seqs=4, context_length=256)

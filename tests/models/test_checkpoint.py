@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import pickle
+import re
 import shutil
 import typing
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from hf_triton.errors import CODES, CheckpointError, LoadError, SettingsError
 from hf_triton.hub.checkpoint import Checkpoint, Placement, context_length, load_checkpoint
@@ -99,6 +100,46 @@ def test_mismatched_tensors_are_refused(checkpoint: Path, damage: Callable[[Path
     refused = reason(checkpoint)
     assert refused.code == "weights_mismatch"
     assert words in refused.sentence
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            {"vocab_size": 1 << 23},
+            r"of its sizes 1,073,8.* \(model.embed_tokens.weight alone is \[8388608, 64",
+        ),
+        ({"intermediate_size": 1 << 40}, "do not match its config: its files hold 123,200 numbers"),
+        ({"num_hidden_layers": 900_000}, "more than 10042 tensors by its config, against 21 tensors in its files"),
+        ({"num_hidden_layers": 10**9}, "has num_hidden_layers 1000000000, more than the 1000000 that are read"),
+    ],
+)
+@pytest.mark.parametrize("is_sharded", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_sizes_of_a_config_take_no_memory(
+    checkpoint: Path, change: dict[str, int], words: str, is_sharded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_sharded:
+        shard(checkpoint)
+    edit(checkpoint / "config.json", **change)
+    monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", None)  # which would allocate it
+    assert re.search(words, reason(checkpoint).sentence)
+
+
+def shard(checkpoint: Path) -> None:
+    tensors = load_file(checkpoint / "model.safetensors")
+    (checkpoint / "model.safetensors").unlink()
+    names = {name: f"model-0000{index % 2 + 1}-of-00002.safetensors" for index, name in enumerate(tensors)}
+    for file in set(names.values()):
+        save_file({name: tensors[name] for name in tensors if names[name] == file}, checkpoint / file, {"format": "pt"})
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+def test_weights_that_are_no_numbers_are_refused(checkpoint: Path, number: float) -> None:
+    tensors = load_file(checkpoint / "model.safetensors")
+    tensors[WEIGHT][3, 5] = number
+    save_file(tensors, checkpoint / "model.safetensors", {"format": "pt"})
+    assert f"have NaN or infinite numbers in {WEIGHT}: fetch" in reason(checkpoint).sentence
 
 
 OTHER_TASKS = {
@@ -388,8 +429,9 @@ NEUTRAL_VALUES |= {"no_repeat_ngram_size": 0, "min_new_tokens": None}
         (NEUTRAL_VALUES, {"do_sample": False}),
         ({}, {"do_sample": False}),
         ({"do_sample": True, "temperature": 1e-6, "top_k": 5, **ALWAYS}, {"do_sample": False, **ALWAYS}),
+        ({"do_sample": True, "temperature": 0.0, "top_k": 5, **ALWAYS}, {"do_sample": False, **ALWAYS}),
     ],
-    ids=["sampling", "greedy", "sampling, neutral", "greedy, neutral", "nothing", "temperature near zero"],
+    ids=["sampling", "greedy", "sampling, neutral", "greedy, neutral", "nothing", "near zero", "zero"],
 )
 def test_defaults_of_a_generation_config(
     checkpoint: Path, written: dict[str, object], expected: dict[str, object]
@@ -507,6 +549,14 @@ def test_tokenizer_larger_than_the_model_is_a_warning(checkpoint: Path, caplog: 
     loaded = load(checkpoint)
     assert loaded.vocabulary_size == 384
     assert "the tokenizer has 385 tokens and the model 384" in caplog.text
+
+
+def test_a_tokenizer_whose_first_token_the_model_lacks_is_refused(checkpoint: Path) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
+    tokenizer.add_special_tokens({"bos_token": "<new>"})
+    tokenizer.add_bos_token = True
+    tokenizer.save_pretrained(checkpoint)
+    assert "a token that the model does not have (token 384 of 384)" in reason(checkpoint).sentence
 
 
 def test_quantization_config_is_passed_to_transformers(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

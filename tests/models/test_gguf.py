@@ -93,19 +93,25 @@ def test_a_tokenizer_may_come_from_elsewhere(tmp_path: Path) -> None:
             {"keys": {"tokenizer.ggml.bos_token_id": 99999}},
             {},
             "checkpoint_invalid",
-            "the tokenizer of Tiny-Q8_0.gguf ",
+            "Tiny-Q8_0.gguf of .* has tokenizer.ggml.bos_token_id 99999 in its header, and 384 tokens",
         ),
         (
             {"keys": {"llama.attention.head_count": 0}},
             {},
             "checkpoint_invalid",
-            "the header of Tiny-Q8_0.gguf .*ZeroDivisionError",
+            "Tiny-Q8_0.gguf of .* has attention.head_count 0 in its header, which must be a whole number >= 1",
         ),
         (
-            {"keys": {"llama.vocab_size": 2**31}},
+            {"keys": {"llama.vocab_size": 2**31 - 1}},
             {},
-            "checkpoint_invalid",
-            "the weights of Tiny-Q8_0.gguf .*use a smaller dtype",
+            "weights_mismatch",
+            r"its files hold 123,200 numbers, .* \(model.embed_tokens.weight alone is \[2147483647, 64\]\)",
+        ),
+        (
+            {"keys": {"tokenizer.ggml.pre": "novel"}},
+            {},
+            "unsupported_model",
+            r"splits text in the way 'novel' \(tokenizer.ggml.pre\), which is not known here",
         ),
     ],
 )
@@ -117,3 +123,148 @@ def test_what_cannot_be_read_is_one_sentence(
         load(file.parent, **settings)
     assert caught.value.code == code
     assert "\n" not in caught.value.sentence
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+SCALINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "linear": (
+        {"rope_type": "linear", "factor": 4.0},
+        {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0},
+    ),
+    "factor alone": ({"rope_type": "linear", "factor": 4.0}, {"llama.rope.scaling.factor": 4.0}),
+    "its older name": ({"rope_type": "linear", "factor": 4.0}, {"llama.rope.scale_linear": 4.0}),
+    "yarn": (
+        YARN,
+        {
+            "llama.rope.scaling.type": "yarn",
+            "llama.rope.scaling.factor": 4.0,
+            "llama.rope.scaling.original_context_length": 64,
+        },
+    ),
+    "none": ({"rope_type": "default"}, {"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0}),
+    "llama 3": (LLAMA3, {}),
+}
+
+
+def frequency_factors(scaling: dict[str, Any]) -> Any:
+    """The tensor that llama.cpp's converter writes for Llama 3."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = LlamaConfig(hidden_size=64, num_attention_heads=4, rope_parameters={"rope_theta": 10000.0, **scaling})
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    return (10000.0 ** -(torch.arange(0, 16, 2) / 16) / scaled).float().numpy()
+
+
+@pytest.mark.parametrize("case", SCALINGS)
+def test_positions_are_scaled_as_the_original_s(case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    scaling, keys = SCALINGS[case]
+    more = {"rope_freqs.weight": frequency_factors(scaling)} if case == "llama 3" else {}
+    file = write_gguf(
+        tmp_path / "served" / "Tiny-F32.gguf",
+        quant="F32",
+        keys=keys,
+        more=more,
+        rope_parameters={"rope_theta": 10000.0, **scaling},
+    )
+    loaded = load(file.parent)
+    original: Any = AutoModelForCausalLM.from_pretrained(f"{file}.original")
+    token_ids = torch.arange(5, 205)[None]
+    with torch.inference_mode():
+        torch.testing.assert_close(loaded.model(token_ids).logits, original(token_ids).logits, rtol=0, atol=1e-4)
+    assert "not read" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"llama.rope.scaling.type": "novel", "llama.rope.scaling.factor": 4.0}, "type 'novel'"),
+        ({"llama.rope.scaling.type": "longrope"}, "rope_factors_long.weight is missing"),
+        (
+            {
+                "llama.rope.scaling.type": "yarn",
+                "llama.rope.scaling.factor": 4.0,
+                "llama.rope.scaling.yarn_log_multiplier": 0.1,
+            },
+            "yarn_log_multiplier 0.1",
+        ),
+    ],
+)
+def test_another_scaling_is_refused_by_name(keys: dict[str, Any], words: str, tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "served" / "Tiny-Q8_0.gguf", keys=keys)
+    with pytest.raises(CheckpointError, match=f"scales positions in a way that is not served .*{words}"):
+        load(file.parent)
+
+
+def test_a_key_that_is_not_read_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    keys = {"llama.expert_count": 0, "llama.attention.key_length": 16, "llama.logit_scale": 0.5}
+    load(write_gguf(tmp_path / "served" / "Tiny-Q8_0.gguf", keys=keys).parent)
+    assert "Tiny-Q8_0.gguf has keys that are not read (logit_scale): texts may differ" in caplog.text
+
+
+def test_heads_have_the_size_of_the_header(tmp_path: Path) -> None:
+    keys = {"qwen3.attention.key_length": 32, "qwen3.attention.value_length": 32}
+    file = write_gguf(tmp_path / "served" / "Tiny-F32.gguf", "qwen3", "F32", keys=keys, head_dim=32)
+    original: Any = AutoModelForCausalLM.from_pretrained(f"{file}.original")
+    token_ids = torch.arange(5, 25)[None]
+    with torch.inference_mode():
+        torch.testing.assert_close(load(file.parent).model(token_ids).logits, original(token_ids).logits)
+
+
+FIRST = "<\uff5cbegin\u2581of\u2581sentence\uff5c>"
+"""DeepSeek's first token, in characters that are no bytes' names."""
+
+
+def test_special_tokens_in_any_characters_keep_their_ids(tmp_path: Path) -> None:
+    keys = {"tokenizer.ggml.add_bos_token": True}
+    loaded = load(write_gguf(tmp_path / "served" / "Tiny-Q8_0.gguf", keys=keys, special={0: FIRST}).parent)
+    tokenizer = loaded.tokenizer
+    assert len(tokenizer) == loaded.vocabulary_size
+    assert (tokenizer.bos_token, tokenizer.bos_token_id) == (FIRST, 0)
+    ids = tokenizer(f"a{FIRST}b")["input_ids"]
+    assert ids[0] == 0
+    assert ids.count(0) == 2
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "ab"
+
+
+@pytest.mark.parametrize(
+    ("keys", "begins"),
+    [
+        ({"tokenizer.ggml.pre": "llama-bpe"}, True),
+        ({"tokenizer.ggml.pre": "tekken"}, True),
+        ({"tokenizer.ggml.pre": "llama-bpe", "tokenizer.ggml.add_bos_token": False}, False),
+        ({"tokenizer.ggml.pre": "qwen2"}, False),
+        ({"tokenizer.ggml.pre": "qwen2", "tokenizer.ggml.add_bos_token": True}, True),
+        ({}, False),
+    ],
+)
+def test_prompts_begin_as_those_of_llama_cpp(keys: dict[str, Any], begins: bool, tmp_path: Path) -> None:
+    tokenizer = load(write_gguf(tmp_path / "served" / "Tiny-Q8_0.gguf", keys=keys).parent).tokenizer
+    assert (tokenizer("a")["input_ids"][0] == 0) is begins
+    assert tokenizer("a", add_special_tokens=False)["input_ids"][0] != 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "pieces"),
+    [
+        ("gpt-2", "ab 12345", ["ab", " 12345"]),
+        ("smollm", "ab 12", ["ab", " ", "1", "2"]),
+        ("deepseek-llm", "ab\n\nc", ["ab", "\n", "\n", "c"]),
+        ("deepseek-coder", "a 12", ["a", " ", "1", "2"]),
+        ("deepseek-v3", "a12345", ["a", "123", "45"]),
+        ("falcon", "a12345", ["a", "123", "45"]),
+    ],
+)
+def test_text_is_split_as_the_header_says(kind: str, text: str, pieces: list[str], tmp_path: Path) -> None:
+    tokenizer = load(
+        write_gguf(tmp_path / "served" / "Tiny-Q8_0.gguf", keys={"tokenizer.ggml.pre": kind}).parent
+    ).tokenizer
+    found = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)
+    assert [text[start:end] for _, (start, end) in found] == pieces

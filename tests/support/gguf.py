@@ -18,6 +18,12 @@ SIZES = {
     "qwen3": {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128},  # transformers reads no other
 }
 TEMPLATE = "{% for message in messages %}[{{ message.role }}] {{ message.content }}{% endfor %}[assistant]"
+KINDS = {
+    str: gguf.GGUFValueType.STRING,
+    bool: gguf.GGUFValueType.BOOL,
+    int: gguf.GGUFValueType.UINT32,
+    float: gguf.GGUFValueType.FLOAT32,
+}
 NORMAL, CONTROL = 1, 3
 """llama.cpp's types of tokens."""
 
@@ -29,7 +35,9 @@ def write_gguf(
     *,
     chat_template: str | None = TEMPLATE,
     family: str | None = None,
-    keys: Mapping[str, int | str] = MappingProxyType({}),
+    keys: Mapping[str, int | float | str | bool] = MappingProxyType({}),
+    more: Mapping[str, npt.NDArray[np.float32]] = MappingProxyType({}),
+    special: Mapping[int, str] = MappingProxyType({}),
     **overrides: Any,
 ) -> Path:
     """Write a tiny model with random weights and its tokenizer.
@@ -41,6 +49,8 @@ def write_gguf(
         chat_template: Jinja source for its metadata.
         family: What it says that its architecture is.
         keys: Values of its header in place of the right ones.
+        more: Further tensors.
+        special: Names of special tokens in place of the original's.
         **overrides: Of its config.
     """
     original = build_tiny_checkpoint(
@@ -57,11 +67,12 @@ def write_gguf(
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     if architecture == "llama":
         writer.add_rope_dimension_count(config["hidden_size"] // config["num_attention_heads"])
-    _add_tokenizer(writer, original, chat_template)
+    _add_tokenizer(writer, original, chat_template, special)
     for key, value in keys.items():
-        kind = gguf.GGUFValueType.STRING if isinstance(value, str) else gguf.GGUFValueType.UINT32
-        writer.kv_data[0][key] = gguf.GGUFValue(value, kind)
+        writer.kv_data[0][key] = gguf.GGUFValue(value, KINDS[type(value)])
     _add_tensors(writer, original, config, architecture, quant)
+    for name, tensor in more.items():
+        writer.add_tensor(name, tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -69,9 +80,12 @@ def write_gguf(
     return file
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter, original: Path, chat_template: str | None) -> None:
+def _add_tokenizer(
+    writer: gguf.GGUFWriter, original: Path, chat_template: str | None, special: Mapping[int, str]
+) -> None:
     model = json.loads((original / "tokenizer.json").read_text())["model"]
     tokens = sorted(model["vocab"], key=model["vocab"].get)
+    tokens = [special.get(index, token) for index, token in enumerate(tokens)]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)

@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,13 @@ WORDS = ("the old harbour has two boats and one lighthouse", "where does the riv
 
 
 def save_whisper(
-    folder: Path, *, languages: tuple[str, ...] = LANGUAGES, dtype: str = "float32", without: str = "", **config: Any
+    folder: Path,
+    *,
+    languages: tuple[str, ...] = LANGUAGES,
+    dtype: str = "float32",
+    without: str = "",
+    defaults: Mapping[str, object] = MappingProxyType({}),
+    **config: Any,
 ) -> Path:
     """A Whisper with random weights, its tokenizer's special tokens and its generation_config as published ones have.
 
@@ -42,6 +49,7 @@ def save_whisper(
         languages: Those that it knows; none for a model of English alone.
         dtype: Of the weights.
         without: An entry that its generation_config.json lacks.
+        defaults: Entries of its generation_config.json.
         **config: Further settings of its config.
     """
     from transformers import GenerationConfig, WhisperConfig, WhisperFeatureExtractor, WhisperForConditionalGeneration
@@ -86,6 +94,7 @@ def save_whisper(
         own["lang_to_id"] = {f"<|{code}|>": ids[f"<|{code}|>"] for code in languages}
         own["task_to_id"] = {name: ids[f"<|{name}|>"] for name in ("transcribe", "translate")}
     own.pop(without, None)
+    own |= defaults
     model.generation_config = GenerationConfig(**own, **special, decoder_start_token_id=ids["<|startoftranscript|>"])
     folder.mkdir(parents=True, exist_ok=True)
     with quietly():

@@ -204,6 +204,7 @@ BROKEN: dict[str, tuple[str, Callable[[Any], None], str]] = {
     ),
     "wrong size": ("2_Dense/config.json", lambda config: config.update(in_features=31), "takes 31 values.*gives 32"),
     "wrong weights": ("2_Dense/config.json", lambda config: config.update(out_features=8), "other names or shapes"),
+    "huge": ("2_Dense/config.json", lambda config: config.update(out_features=1_000_000), "other names or shapes"),
     "unknown default prompt": (
         "config_sentence_transformers.json",
         lambda config: config.update(default_prompt_name="none"),

@@ -205,6 +205,11 @@ def test_an_image_as_text_is_read(vit: Path) -> None:
         ("preprocessor_config.json", '{"image_processor_type": "NoImageProcessor"}', "preprocessor_config.json"),
         (
             "preprocessor_config.json",
+            '{"image_processor_type": "ViTImageProcessor", "size": {"height": 1048576, "width": 16}}',
+            "has a size of 1048576 pixels, more than 8192",
+        ),
+        (
+            "preprocessor_config.json",
             '{"image_processor_type": "ViTImageProcessor", "size": {"height": 16, "width": 16}}',
             "image processor",
         ),

@@ -3,6 +3,7 @@
 
 import base64
 import copy
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -337,4 +338,52 @@ def test_a_checkpoint_without_a_feature_extractor(tmp_path: Path) -> None:
     folder = save_whisper(tmp_path)
     (folder / "preprocessor_config.json").unlink()
     with pytest.raises(CheckpointError, match=r"preprocessor_config\.json"):
+        Served(folder)
+
+
+@pytest.mark.parametrize(("language", "code"), [("de", "de"), ("german", "de"), ("<|fr|>", "fr")])
+def test_the_checkpoint_s_language_and_task_are_the_defaults(language: str, code: str, tmp_path: Path) -> None:
+    folder = save_whisper(tmp_path / "tuned", defaults={"language": language, "task": "translate"})
+    served = Served(folder)
+    try:
+        samples = SHORT[1]
+        expected = served.reference(samples)
+        outputs = served.ask(encode(samples, subtype="FLOAT"))
+        assert outputs["text"][0].decode() == served.text(expected["sequences"][0])
+        assert outputs["language"][0].decode() == code
+        asked = served.ask(encode(samples, subtype="FLOAT"), language="zh", task="transcribe")
+        expected = served.reference(samples, language="zh", task="transcribe")
+        assert asked["language"][0].decode() == "zh"
+        assert asked["text"][0].decode() == served.text(expected["sequences"][0])
+    finally:
+        served.service.close()
+
+
+@pytest.mark.parametrize(
+    ("defaults", "words"),
+    [
+        ({"language": "klingon"}, "generation_config.json has language 'klingon', which is none of de, en, fr, zh"),
+        ({"language": 7}, "generation_config.json has language 7"),
+        ({"task": "sing"}, "generation_config.json has task 'sing', which is none of transcribe, translate"),
+    ],
+)
+def test_defaults_that_the_model_does_not_know_are_refused(defaults: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        Served(save_whisper(tmp_path / "wrong", defaults=defaults))
+
+
+@pytest.mark.parametrize("config", [{"num_mel_bins": 128}, {"max_source_positions": 100}])
+def test_a_preprocessor_that_does_not_fit_is_refused_at_load(config: dict[str, int], tmp_path: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"cannot read what preprocessor_config.json makes of sound \(80 mel bins"
+    ):
+        Served(save_whisper(tmp_path / "wrong", **config))
+
+
+@pytest.mark.parametrize("name", ["feature_size", "n_fft", "chunk_length"])
+def test_a_preprocessor_s_sizes_take_no_memory(name: str, tmp_path: Path) -> None:
+    folder = save_whisper(tmp_path / "huge")
+    file = folder / "preprocessor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {name: 1 << 40}))
+    with pytest.raises(CheckpointError, match=f"`{name}` is 1099511627776, more than"):
         Served(folder)

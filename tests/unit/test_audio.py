@@ -2,12 +2,14 @@
 """Audio files of every kind, wrong ones too, and the resampler beside a sine's own values."""
 
 import base64
+import io
 import struct
 import tracemalloc
 from collections.abc import Callable
 
 import numpy as np
 import pytest
+import soundfile
 
 from hf_triton.errors import RequestError
 from hf_triton.tasks.audio import read_audio, resample
@@ -71,6 +73,25 @@ def test_channels_are_averaged() -> None:
     np.testing.assert_allclose(read(encode(both, subtype="FLOAT")), SECOND / 2, atol=1e-6)
     many = np.tile(SECOND[:100, None], (1, 1000))
     np.testing.assert_allclose(read(encode(many, subtype="FLOAT")), SECOND[:100], atol=1e-5)
+
+
+@pytest.mark.parametrize("endian", ["LITTLE", "BIG"])
+@pytest.mark.parametrize("has_size", [True, False])
+def test_a_streamed_wav_without_a_length_is_read_to_its_end(endian: str, has_size: bool) -> None:
+    file = io.BytesIO()
+    soundfile.write(file, SECOND, RATE, format="WAV", subtype="PCM_16", endian=endian)
+    data = file.getvalue()
+    whole = read(data)
+    data = with_bytes(data, data.index(b"data") + 4, bytes(4))
+    np.testing.assert_array_equal(read(data if has_size else with_bytes(data, 4, bytes(4))), whole)
+    np.testing.assert_array_equal(read(base64.b64encode(data)), whole)
+
+
+@pytest.mark.parametrize("end", [b"", b"LIST" + struct.pack("<I", 4) + b"INFO"])
+def test_a_wav_without_sound_is_refused(end: bytes) -> None:
+    empty = encode(SECOND[:0], subtype="PCM_16")
+    with pytest.raises(RequestError, match="holds no sound"):
+        read(empty[: empty.index(b"data") + 8] + end)
 
 
 @pytest.mark.parametrize("head", [b"", b"data:audio/wav;base64,", b"DATA:;charset=utf-8;base64,"])

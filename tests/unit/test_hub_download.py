@@ -18,9 +18,10 @@ import pytest
 from hf_triton.errors import CheckpointError, HubError
 from hf_triton.hub.download import Downloader, remove_stale
 from hf_triton.hub.process import DownloadLimits, DownloadWatch, download
-from hf_triton.hub.resolve import TOKEN_VARIABLES
+from hf_triton.hub.resolve import TOKEN_VARIABLES, Hub
+from hf_triton.hub.snapshot import unchecked_mark
 from hf_triton.hub.spec import CheckpointSpec
-from hf_triton.testing import LoopbackHub
+from hf_triton.testing import LoopbackHub, flip_bit
 from tests.support.folders import shadow_modules
 from tests.support.hub import CANARY, COMMIT, MODEL, build_hub, write_snapshot
 
@@ -96,6 +97,20 @@ def test_nothing_that_can_run_is_downloaded(tmp_path: Path, loopback: LoopbackHu
     with pytest.raises((HubError, CheckpointError), match=r"'pytorch_model\.bin', which is no safetensors file"):
         build_hub(tmp_path, loopback.environment()).resolve_model()
     assert not [path for path in (tmp_path / "home" / "hub").rglob("*") if path.suffix in (".bin", ".py", ".pt")]
+
+
+@pytest.mark.parametrize("is_local", [False, True])
+def test_an_adapter_that_is_a_pickle_is_named(tmp_path: Path, loopback: LoopbackHub, is_local: bool) -> None:
+    for name in ("adapter_config.json", "adapter_model.bin"):
+        (tmp_path / "checkpoint" / name).write_text("{}")
+    loopback.add(MODEL, tmp_path / "checkpoint")
+    hub = build_hub(tmp_path, loopback.environment())
+    with pytest.raises(
+        (HubError, CheckpointError), match=r"as a pickle alone \(adapter_model\.bin\).*convert it"
+    ) as raised:
+        hub.resolve_adapter(str(tmp_path / "checkpoint") if is_local else MODEL)
+    assert raised.value.code == "weights_not_safe"
+    assert not list((tmp_path / "home").rglob("*.bin"))
 
 
 def test_retries_are_logged(tmp_path: Path, loopback: LoopbackHub, caplog: pytest.LogCaptureFixture) -> None:
@@ -297,6 +312,91 @@ def test_transient_faults_are_retried(
     snapshot = build_hub(tmp_path, loopback.environment()).resolve_model()
     for path in (tmp_path / "checkpoint").iterdir():
         assert (snapshot / path.name).read_bytes() == path.read_bytes()
+
+
+KINDS: dict[str, dict[str, str]] = {
+    "model.safetensors": {},
+    "tokenizer.json": {},
+    "Tiny-Q8_0.gguf": {"gguf_file": "Q8_0"},
+    "adapter_model.safetensors": {},
+}
+"""Files that are downloaded, and settings with which they are."""
+
+
+def fetch(hub: Hub, name: str) -> Path:
+    return hub.resolve_adapter(MODEL) if name.startswith("adapter") else hub.resolve_model()
+
+
+@pytest.fixture
+def kinds(tmp_path: Path, loopback: LoopbackHub) -> LoopbackHub:
+    (tmp_path / "checkpoint" / "tokenizer.json").write_text('{"version": "1.0"}')
+    (tmp_path / "checkpoint" / "Tiny-Q8_0.gguf").write_bytes(bytes(100_000))
+    loopback.add(MODEL, tmp_path / "checkpoint")
+    return loopback
+
+
+def add_adapter(tmp_path: Path, loopback: LoopbackHub) -> None:
+    (tmp_path / "checkpoint" / "adapter_config.json").write_text("{}")
+    (tmp_path / "checkpoint" / "adapter_model.safetensors").write_bytes(bytes(50_000))
+    loopback.add(MODEL, tmp_path / "checkpoint")
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+@pytest.mark.parametrize("name", KINDS)
+def test_a_file_that_arrives_damaged_does_not_stay(
+    tmp_path: Path, kinds: LoopbackHub, name: str, has_links: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name.startswith("adapter"):
+        add_adapter(tmp_path, kinds)
+    environment = kinds.environment()
+    if not has_links:  # as on a file system without links
+        environment["PYTHONPATH"] = str(without_links(tmp_path))
+    kinds.corrupt(f"/{name}" if name.endswith(".json") else "/cdn/", times=8, offset_bytes=0)
+    with pytest.raises(HubError, match=f"{name} of {MODEL} arrived damaged twice") as raised:
+        fetch(build_hub(tmp_path, environment, **KINDS[name]), name)
+    assert raised.value.code == "hub_incomplete"
+    assert list((tmp_path / "home").rglob(f".unchecked/*/{name}"))
+    with pytest.raises(HubError, match="is not complete in any cache"):
+        fetch(build_hub(tmp_path, environment | {"HF_HUB_OFFLINE": "1"}, **KINDS[name]), name)
+    kinds.heal()
+    folder = fetch(build_hub(tmp_path, environment, **KINDS[name]), name)
+    assert (folder / name).read_bytes() == (tmp_path / "checkpoint" / name).read_bytes()
+    assert not [path for path in folder.parents[1].glob(".unchecked/**/*") if path.is_file()]
+
+
+def without_links(tmp_path: Path) -> Path:
+    """A folder of Python code with which the Hub's client finds that links cannot be made."""
+    folder = tmp_path / "without_links"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(
+        "import os\ndef symlink(*args, **kwargs): raise OSError('none here')\nos.symlink = symlink\n"
+    )
+    return folder
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("is_damaged", [True, False])
+def test_what_was_not_verified_is_verified_before_it_is_believed(
+    tmp_path: Path, kinds: LoopbackHub, name: str, is_damaged: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    if name.startswith("adapter"):
+        add_adapter(tmp_path, kinds)
+    settings = KINDS[name]
+    folder = fetch(build_hub(tmp_path, kinds.environment(), **settings), name)
+    original = (folder / name).read_bytes()
+    mark = unchecked_mark(folder, name)  # as of a process that was killed before its check
+    mark.write_text("")
+    if is_damaged:
+        flip_bit(folder / name, 1)
+    offline = build_hub(tmp_path, kinds.environment() | {"HF_HUB_OFFLINE": "1"}, **settings)
+    if is_damaged:
+        with pytest.raises(HubError, match="is not complete in any cache"):
+            fetch(offline, name)
+        assert f"{name} was damaged in the cache" in caplog.text
+    else:
+        assert fetch(offline, name) == folder
+        assert not mark.exists()
+    assert (fetch(build_hub(tmp_path, kinds.environment(), **settings), name) / name).read_bytes() == original
 
 
 @pytest.mark.parametrize("revision", ["v1", "commit"])

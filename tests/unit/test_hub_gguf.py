@@ -10,7 +10,8 @@ import pytest
 
 from hf_triton.cli.model_folder import folder_name, model_settings
 from hf_triton.errors import CheckpointError, LoadError
-from hf_triton.hub.gguf import check_gguf, choose_gguf
+from hf_triton.hub.gguf import choose_gguf
+from hf_triton.hub.gguf_header import check_gguf
 from hf_triton.hub.resolve import Hub
 from hf_triton.settings import ModelSettings, load_settings
 from hf_triton.testing import LoopbackHub
@@ -19,6 +20,7 @@ NAME = "acme/Tiny-GGUF"
 FILES = ("Tiny-Q4_K_M.gguf", "Tiny-Q8_0.gguf", "Tiny.F16.gguf", "mmproj-F16.gguf", "imatrix_acme.gguf")
 BESIDE = ("README.md", "tokenizer_config.json", "run.py")
 PARTS = ("BF16/Big-BF16-00001-of-00002.gguf", "BF16/Big-BF16-00002-of-00002.gguf")
+INT32 = 5
 UINT32, FLOAT32, BOOL, STRING, ARRAY, UINT64 = 4, 6, 7, 8, 9, 10
 F32, Q8_0 = 0, 8
 
@@ -36,6 +38,8 @@ F32, Q8_0 = 0, 8
         ((*FILES[2:], "model.safetensors"), None, None),
         ((*FILES[2:], "pytorch_model.bin"), None, "Tiny.F16.gguf"),
         (("Q2_K", "Q3_K", "Q2_K/Tiny-Q2_K.gguf", "Q3_K/Tiny-Q3_K.gguf"), "Q3_K", "Q3_K/Tiny-Q3_K.gguf"),
+        (("Tiny-Q8_0-00001-of-00001.gguf",), "Q8_0", "Tiny-Q8_0-00001-of-00001.gguf"),
+        (("Tiny-Q8_0-00001-of-00001.gguf",), None, "Tiny-Q8_0-00001-of-00001.gguf"),
         (("config.json",), None, None),
         (("a/b/Tiny-Q8_0.gguf",), None, None),
     ],
@@ -169,6 +173,13 @@ def tensor(shape: tuple[int, ...] = (4,), kind: int = F32, offset: int = 0, name
 FAMILY = key(b"general.architecture", STRING, text(b"llama"))
 
 
+def numbers(*elements: int) -> bytes:
+    return struct.pack(f"<IQ{len(elements)}I", UINT32, len(elements), *elements)
+
+
+TOKENS = key(b"tokenizer.ggml.tokens", ARRAY, struct.pack("<IQ", STRING, 2) + text(b"a") + text(b"b"))
+
+
 def written(
     keys: tuple[bytes, ...] = (FAMILY,),
     tensors: tuple[bytes, ...] = (tensor(),),
@@ -188,7 +199,10 @@ HOSTILE = {
     "magic alone": (b"GGUF", "ends within its header"),
     "cut in its header": (written()[:60], "ends within its header"),
     "version 1": (written(version=1), "has version 1 of the format"),
-    "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 1, 1) + bytes(99), "has version 50331648 of the format"),
+    "big-endian": (
+        b"GGUF" + struct.pack(">IQQ", 3, 1, 1) + bytes(99),
+        "other order of bytes (big-endian)",
+    ),
     "keys without end": (written(counts=(1, 2**63)), "has 1 tensors and 9223372036854775808 keys by its header"),
     "tensors without end": (written(counts=(2**40, 1)), "has 1099511627776 tensors and 1 keys by its header"),
     "more keys than there are": (written(counts=(1, 90_000)), "ends within its header"),
@@ -235,6 +249,58 @@ HOSTILE = {
     "a tensor beyond the file": (written(tensors=(tensor((4096, 4096)),)), "its tensors end at byte 67108"),
     "an offset beyond the file": (written(tensors=(tensor(offset=2**63),)), "its tensors end at byte 92233"),
     "dimensions that wrap": (written(tensors=(tensor((2**32, 2**32)),)), "its tensors end at byte 73786976"),
+    **{
+        f"{name} {given}": (
+            written((FAMILY, key(b"llama." + name.encode(), *typed)), (tensor(name=b"blk.0.a"),)),
+            f"has {name} {given} in its header, which must be",
+        )
+        for name, given, typed in (
+            ("context_length", "0", (UINT32, bytes(4))),
+            ("context_length", "-1", (INT32, struct.pack("<i", -1))),
+            ("context_length", "4611686018427387904", (UINT64, struct.pack("<Q", 1 << 62))),
+            ("block_count", "1.0", (FLOAT32, struct.pack("<f", 1))),
+            ("embedding_length", "true", (BOOL, bytes([1]))),
+            ("feed_forward_length", "'64'", (STRING, text(b"64"))),
+            ("attention.layer_norm_rms_epsilon", "nan", (FLOAT32, struct.pack("<f", float("nan")))),
+            ("rope.freq_base", "inf", (FLOAT32, struct.pack("<f", float("inf")))),
+            ("rope.freq_base", "-1.0", (FLOAT32, struct.pack("<f", -1))),
+            ("rope.scaling.factor", "'4'", (STRING, text(b"4"))),
+        )
+    },
+    **{
+        f"a list of {length} for {name}": (
+            written(
+                (
+                    FAMILY,
+                    key(b"llama." + name.encode(), ARRAY, struct.pack(f"<IQ{length}I", UINT32, length, *[9] * length)),
+                )
+            ),
+            f"has a list of {length} for {name} in its header, which must be a number",
+        )
+        for name, length in (
+            ("block_count", 1),
+            ("context_length", 1),
+            ("attention.head_count_kv", 1),
+            ("rope.freq_base", 2),
+            ("novel", 1),
+        )
+    },
+    "a first token that is none": (
+        written((FAMILY, TOKENS, key(b"tokenizer.ggml.bos_token_id", UINT32, struct.pack("<I", 2)))),
+        "has tokenizer.ggml.bos_token_id 2 in its header, and 2 tokens",
+    ),
+    "tokens that are numbers": (
+        written((FAMILY, key(b"tokenizer.ggml.tokens", ARRAY, struct.pack("<IQI", UINT32, 1, 1)))),
+        "has a tokenizer.ggml.tokens that is no list of texts",
+    ),
+    "fewer types than tokens": (
+        written((FAMILY, TOKENS, key(b"tokenizer.ggml.token_type", ARRAY, struct.pack("<IQi", INT32, 1, 1)))),
+        "has 2 tokens in its header, and 1 of tokenizer.ggml.token_type",
+    ),
+    "a flag that is a number": (
+        written((FAMILY, key(b"tokenizer.ggml.add_bos_token", UINT32, bytes(4)))),
+        "has a tokenizer.ggml.add_bos_token that is neither true nor false",
+    ),
     "cut in its tensors": (written(tensors=(tensor((64,)),)), "bytes, and its tensors end at byte"),
 }
 
@@ -257,4 +323,4 @@ def test_a_sound_header_is_read(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(written(keys, (tensor(), tensor((32, 1), Q8_0, 32, b"b")), data=128))
     header = check_gguf(tmp_path / "model.gguf", "acme/thing")
     assert header.values == {"general.architecture": "llama", "half": 0.5, "yes": True}
-    assert header.tensors == ["a", "b"]
+    assert {name: tensor.shape for name, tensor in header.tensors.items()} == {"a": (4,), "b": (32, 1)}

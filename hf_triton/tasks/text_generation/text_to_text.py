@@ -7,13 +7,13 @@ for the task (`task_specific_params`), and the languages of multilingual models.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from hf_triton.errors import CheckpointError, RequestError, clip
+from hf_triton.files import read_json
 from hf_triton.protocol.names import TEXT_TO_TEXT
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ def _settings(name: str, by_task: Mapping[str, Any]) -> dict[str, Any]:
 def _read_config(checkpoint: Checkpoint) -> dict[str, Any]:
     """The checkpoint's config.json; transformers 5 keeps no `task_specific_params`."""
     try:
-        value = json.loads((checkpoint.folder / "config.json").read_text(encoding="utf-8"))
+        value = read_json(checkpoint.folder / "config.json")
     except (OSError, ValueError):  # a folder's own `load` made the checkpoint
         return {}
     return value if isinstance(value, dict) else {}
