@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -70,7 +71,8 @@ class Comparison:
         self.expected = reference()
         self._exact: dict[Callable[[], torch.Tensor], torch.Tensor] = {}
         """What the reference, or the quick one, computes in float32."""
-        self._fails_in_float32 = False
+        self._obstacle = ""
+        """Why the model does not run in float32; empty: it does, or was not asked to."""
 
     def judge(self, compute: Callable[[], torch.Tensor]) -> Verdict:
         """Compare outputs of the same shape; raises whatever `compute` does in the served dtype."""
@@ -80,20 +82,31 @@ class Comparison:
             return _verdict(apart, self._limit, self._dtype)
         if apart <= NEAR:
             return _verdict(apart, NEAR, self._dtype)
-        verdict = self._judge_exactly(compute, found)
-        return verdict or _verdict(apart, HALF_LIMIT, self._dtype)
+        exact = self._judge_exactly(compute, found)
+        if exact is not None:
+            return exact
+        verdict = _verdict(apart, HALF_LIMIT, self._dtype)
+        logger.warning(
+            "the probe at load compares in %s, as the model does not run in float32 (%s): it differs by %s for "
+            "rounding, and a right way that rounds more is refused, which costs speed",
+            _name(self._dtype),
+            self._obstacle,
+            verdict.text,
+        )
+        return verdict
 
     def _judge_exactly(self, compute: Callable[[], torch.Tensor], found: torch.Tensor) -> Verdict | None:
         """The verdict of float32; None: the model does not run so."""
-        if self._fails_in_float32:
+        if self._obstacle:
             return None
         try:
             with in_float32(self._model):
                 actual = None if compute is self.reference else compute()
                 if self._quick is not None and actual is not None:
-                    verdict = self._verdict(self._compute_once(self._quick), actual, found)
-                    if verdict.is_right and verdict.times >= 1 / MAX_ROUNDING:
-                        return verdict
+                    with suppress(Exception):  # `reference` decides then
+                        verdict = self._verdict(self._compute_once(self._quick), actual, found)
+                        if verdict.is_right and verdict.times >= 1 / MAX_ROUNDING:
+                            return verdict
                 exact = self._compute_once(self.reference)
                 return self._verdict(exact, exact if actual is None else actual, found)
         except Exception as error:  # a model may insist on its dtype, or be too large
@@ -101,14 +114,7 @@ class Comparison:
                 raise
             if is_memory(error) and torch.cuda.is_available():
                 torch.cuda.empty_cache()
-            self._fails_in_float32 = True
-            logger.warning(
-                "the probe at load compares in %s, as the model does not run in float32 (%s): what differs by less "
-                "than %g of the largest output passes for rounding, and a right way that rounds more is refused",
-                _name(self._dtype),
-                described(error),
-                HALF_LIMIT,
-            )
+            self._obstacle = described(error)
             return None
 
     def _compute_once(self, reference: Callable[[], torch.Tensor]) -> torch.Tensor:

@@ -161,14 +161,14 @@ class WayProbe:
 
     @torch.inference_mode()
     def _plain(self) -> torch.Tensor:
-        """The same by one forward for each sequence, without a cache."""
-        device = self._model.get_input_embeddings().weight.device
+        """The same by one forward without a cache: what pads the short sequence is behind all that is wanted of it."""
         more = {"use_cache": False} if "use_cache" in inspect.signature(self._model.forward).parameters else {}
-        sequences = self._short + self._after_short, self._long + self._after_long
-        rows = (torch.tensor([token_ids], device=device) for token_ids in sequences)
-        short, long = (self._model(input_ids=row, **more).logits[0].float().cpu() for row in rows)
-        first, second, third = short[len(self._short) - 1 :]
-        behind, last = long[len(self._long) - 1 :]
+        short, long = self._short + self._after_short, self._long + self._after_long
+        rows = [short + [0] * (len(long) - len(short)), long]
+        ids = torch.tensor(rows, device=self._model.get_input_embeddings().weight.device)
+        logits = self._model(input_ids=ids, **more).logits.float().cpu()
+        first, second, third = logits[0, len(self._short) - 1 : len(short)]
+        behind, last = logits[1, len(self._long) - 1 :]
         return torch.stack([first, second, behind, third, last, last])
 
     @torch.inference_mode()

@@ -145,7 +145,7 @@ def test_a_model_that_insists_on_its_dtype_is_judged_in_it(caplog: pytest.LogCap
     with in_steps(other_sums), attention_fault("no first token", range(32)):
         assert not is_right(model)
     assert "compares in bfloat16, as the model does not run in float32 (TypeError: bfloat16 alone)" in caplog.text
-    assert "less than 0.05 of the largest output passes for rounding, and a right way that rounds more" in caplog.text
+    assert "of the largest output in bfloat16, where 5.0e-02 is allowed for rounding, and a right way" in caplog.text
     insisting.remove()
 
 
