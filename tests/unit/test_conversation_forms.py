@@ -79,6 +79,12 @@ TEMPLATES = {
         "{% elif m.role == 'user' %}<user>{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content }}"
         "{% endif %}{{ m.content }}{% elif m.role == 'assistant' %}" + TURN + "{% endif %}"
     ),
+    "texts before calls of the last turn": loop(
+        "{% set ns = namespace(later=false) %}{% for n in messages[loop.index:] %}"
+        "{% if n.role == 'assistant' and not n.tool_calls %}{% set ns.later = true %}{% endif %}{% endfor %}"
+        "{% if m.tool_calls %}{% if m.content and not ns.later %}<thought>{{ m.content }}{% endif %}"
+        "<assistant>" + CALLS + "{% else %}" + TURN + "{% endif %}"
+    ),
     "parts": loop("<{{ m.role }}>{% for p in m.content %}{{ p.text }}{% endfor %}" + CALLS),
     "reasoning of the last turn": loop(
         TURN + "{% if loop.last and m.reasoning_content %}<think>{{ m.reasoning_content }}{% endif %}" + CALLS
@@ -206,6 +212,16 @@ def test_null_is_as_good_as_a_field_left_out_and_as_an_empty_text(name: str) -> 
             "the first call",
             [user("a"), answer("t", "b", "c"), result("c", "C"), result("b", "B"), result("?", "D")],
             '<user>a<assistant>t<call>f{"x": "b"}<tool>B<assistant><call>f{"x": "c"}<tool>C<tool>D',
+        ),
+        (
+            "texts before calls of the last turn",
+            [user("a"), answer("t", "b"), result("b", "c")],
+            '<user>a<thought>t<assistant><call>f{"x": "b"}<tool>c',
+        ),
+        (
+            "texts before calls of the last turn",
+            [user("a"), answer("t", "b"), result("b", "c"), answer("d"), user("e")],
+            '<user>a<assistant>t<assistant><call>f{"x": "b"}<tool>c<assistant>d<user>e',
         ),
         ("one call", [user("a"), answer("t", "b")], '<user>a<assistant>t<assistant><call>f{"x": "b"}'),
         ("no calls", [user("a"), answer("t", "b")], '<user>a<assistant>t\n{"name": "f", "arguments": {"x": "b"}}'),

@@ -2,8 +2,8 @@
 """Finds the form of a conversation that a chat template writes in full.
 
 A template writes what its model was trained on, and may drop the rest without a word. So, once for each shape of
-conversation, its texts and calls are replaced by marks, and the first form is taken in which every mark is written. The
-form of calls is one for all conversations: a short one, which has all that calls may come with, tells it.
+conversation, its texts and calls are replaced by marks, and the first form is taken in which every mark is written. How
+calls may be written at all, a short conversation tells, which has all that they may come with.
 """
 
 from __future__ import annotations
@@ -124,7 +124,10 @@ class FormFinder:
         self._known[key] = forms
 
     def _find_call_forms(self, chat: Chat, template: str, variables: Mapping[str, Any]) -> Sequence[Form]:
-        """The form of calls of which a template writes most, and what else to try."""
+        """Calls as they are, the form of which a template writes most, and text.
+
+        A template may lose some of what it writes elsewhere, such as texts before an answer.
+        """
         marks, tools = marked(CALLS), None if chat.tools is None else [CALLS_TOOL]
         num_lost: dict[Form, int] = {}
         for form in CALL_FORMS:
@@ -134,8 +137,7 @@ class FormFinder:
                 if num_lost[form] == 0:
                     break
         best = min(num_lost, key=num_lost.__getitem__, default=Form(json_arguments=True))
-        forms = (best, AS_IT_IS) if num_lost else (AS_IT_IS, best)
-        return tuple(dict.fromkeys((*forms, AS_TEXT)))  # what a model has called is never lost
+        return tuple(dict.fromkeys((AS_IT_IS, best, AS_TEXT)))  # what a model has called is never lost
 
     def _find(
         self, chat: Chat, template: str, variables: Mapping[str, Any], candidates: Sequence[Form]
@@ -143,6 +145,7 @@ class FormFinder:
         marks = marked(chat.messages)
         tried: list[tuple[bool, list[Message]]] = []
         forms: list[Form] = []
+        without_texts: list[Form] = []  # that lose what may be lost
         least: list[Part] | None = None
         for form in candidates:
             messages = form.messages(marks)
@@ -156,13 +159,16 @@ class FormFinder:
             except Exception:  # as above
                 continue
             parts = lost_parts(marks, text)
+            if not parts and not (form.calls_as_text and without_texts):
+                return (form,)
             lost = [part for part in parts if not _is_beside_calls(part, marks, parts)]
             if not lost:
-                if parts:
-                    self._log_lost_text()
-                return (form,)
-            if least is None or len(lost) < len(least):
+                without_texts.append(form)
+            elif least is None or len(lost) < len(least):
                 least = lost
+        if without_texts:
+            self._log_lost_text()
+            return (without_texts[0],)
         if least is not None:
             raise _lost_error(least[0], chat.messages)
         return forms
