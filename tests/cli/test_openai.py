@@ -199,6 +199,7 @@ def test_metrics_are_those_of_all_workers(tmp_path: Path) -> None:
         with ThreadPoolExecutor(8) as pool:
             assert set(pool.map(lambda _: status(f"{url}/version"), range(40))) == {200}
         counted = 'requests_total{endpoint="/version",status="200"}', 40.0
+        wait_until(lambda: has(*counted))  # a request is counted behind its answer
         assert all(has(*counted) for _ in range(10))
         with socket.create_connection(("127.0.0.1", port)) as client:
             client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n")
