@@ -153,9 +153,9 @@ MESSAGES: dict[str, tuple[dict[str, object], str]] = {
     "document": (block(type="document", source={}), "'document'"),
     "hosted tool's result": (block(type="web_search_tool_result", tool_use_id="1", content=[]), "'web_search_tool_"),
     "tool use of the user": (block(type="tool_use", id="1", name="f", input={}), "of role 'user'"),
-    "tool use without input": (
-        says({"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f"}]}),
-        "messages[1].content[0].input is required",
+    "tool use without a name": (
+        says({"role": "assistant", "content": [{"type": "tool_use", "id": "1", "input": {}}]}),
+        "messages[1].content[0].name is required",
     ),
     "tool result without a use": (block(type="tool_result", content="a"), "content[0].tool_use_id is required"),
     "system is a number": (says(system=1), "system must be"),
