@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Final
@@ -17,6 +18,8 @@ import torch
 from torch import nn
 
 HALF: Final = (torch.bfloat16, torch.float16)
+
+_is_entered: ContextVar[bool] = ContextVar("in_float32", default=False)
 
 Saved = list[tuple[dict[str, Any], str, torch.Tensor]]
 """Tensors to put back, with where they belong."""
@@ -42,18 +45,25 @@ def in_float32(model: nn.Module) -> Iterator[None]:
     handles += [handle for module in model.modules() for handle in _hook_opaque(module)]
     computing: list[tuple[Any, torch.dtype]]
     computing = [(vars(module), vars(module)["compute_dtype"]) for module in model.modules() if _computes_half(module)]
+    entered = _is_entered.set(True)
     try:
         for attributes, _ in computing:  # of a layer of bitsandbytes
             attributes["compute_dtype"] = torch.float32
         with _full_precision():
             yield
     finally:
+        _is_entered.reset(entered)
         for attributes, dtype in computing:
             attributes["compute_dtype"] = dtype
         for handle in handles:
             handle.remove()
         for unit in units:
             unit.restore_all()
+
+
+def is_in_float32() -> bool:
+    """Whether `in_float32` is entered here."""
+    return _is_entered.get()
 
 
 def largest_layer_bytes(model: nn.Module) -> int:

@@ -20,13 +20,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 import torch
 
 from hf_triton.runner.comparison import Comparison, Verdict
 from hf_triton.runner.faults import described, is_fatal, is_memory
-from hf_triton.runner.float32 import largest_layer_bytes
+from hf_triton.runner.float32 import is_in_float32, largest_layer_bytes
 from hf_triton.runner.model_runner import ModelRunner, Way
 from hf_triton.runner.reference import NUM_STEPS, check_numbers, logits_after, make_continuation, make_prompt
 from hf_triton.runner.step import Step, TokenRange
@@ -42,6 +43,9 @@ FIRST_CHUNK: Final = 9
 and those have seen less than in a whole prompt if attention goes both ways."""
 BLOCK_SIZE: Final = 4
 """Of the probe: its sequences have several blocks."""
+PLAIN_BLOCK_SIZE: Final = 5
+"""The same, of blocks that a CPU's kernel does not take: torch attends to them, as in `generate`. In float32 they save
+compiling the kernel for a dtype that is not served, which takes seconds."""
 MAX_BLOCKS: Final = 4
 """Of a sequence: for the long prompt and what is decoded behind it."""
 WINDOW: Final = 5
@@ -151,7 +155,9 @@ class WayProbe:
 
     def judge(self, way: Way) -> Verdict:
         """Whether steps that run so compute what `generate` computes; raises what the model raises."""
-        return self.comparison.judge(lambda: self.compute(way))
+        has_kernels = self._model.device.type == "cpu"
+        plainly = partial(self.compute, way, PLAIN_BLOCK_SIZE) if has_kernels else None
+        return self.comparison.judge(lambda: self.compute(way), plainly)
 
     def _reference(self) -> torch.Tensor:
         """The logits that the schedule gives, by `generate` on each prompt alone, `[rows, vocabulary]`."""
@@ -172,29 +178,31 @@ class WayProbe:
         return torch.stack([first, second, behind, third, last, last])
 
     @torch.inference_mode()
-    def compute(self, way: Way) -> torch.Tensor:
+    def compute(self, way: Way, block_size: int = BLOCK_SIZE) -> torch.Tensor:
         """The logits of the schedule's steps, `[rows, vocabulary]` float32 on the CPU."""
-        runner = ModelRunner(self._model, way, block_size=BLOCK_SIZE)
+        if self._model.device.type == "cpu" and is_in_float32():
+            block_size = PLAIN_BLOCK_SIZE
+        runner = ModelRunner(self._model, way, block_size=block_size)
         runner.allocate(3 * MAX_BLOCKS, 3)
-        logits = [runner.run(Step(ranges)) for ranges in self._steps(prefills_whole=way.prefills_whole)]
+        steps = self._steps(block_size, prefills_whole=way.prefills_whole)
+        logits = [runner.run(Step(ranges)) for ranges in steps]
         if not way.prefills_whole:  # nothing is recomputed: its row is the one before
             logits.append(logits[-1][-1:])
         return torch.cat(logits).float().cpu()
 
-    def _steps(self, *, prefills_whole: bool) -> Iterator[tuple[TokenRange, ...]]:
+    def _steps(self, block_size: int, *, prefills_whole: bool) -> Iterator[tuple[TokenRange, ...]]:
+        def tokens(number: int, token_ids: list[int], start: int, end: int, *, samples: bool = True) -> TokenRange:
+            """Of a sequence, whose blocks lie between those of the others, the last one first."""
+            table = [3 * (MAX_BLOCKS - 1 - at) + number for at in range(-(-end // block_size))]
+            numbers = (number,) if samples else ()
+            return TokenRange(number, start, end, token_ids[start:end], table, end, samples=numbers, slot=number)
+
         short, long = self._short + self._after_short, self._long + self._after_long
         begin, middle, end = len(self._short), FIRST_CHUNK, len(self._long)
         chunks = [(0, end)] if prefills_whole else [(0, middle), (middle, end)]
-        first = [] if prefills_whole else [_range(1, long, *chunks[0], samples=False)]
-        yield (*first, _range(0, short, 0, begin))
-        yield _range(0, short, begin, begin + 1), _range(1, long, *chunks[-1])
-        yield _range(0, short, begin + 1, begin + 2), _range(1, long, end, end + 1)
+        first = [] if prefills_whole else [tokens(1, long, *chunks[0], samples=False)]
+        yield (*first, tokens(0, short, 0, begin))
+        yield tokens(0, short, begin, begin + 1), tokens(1, long, *chunks[-1])
+        yield tokens(0, short, begin + 1, begin + 2), tokens(1, long, end, end + 1)
         if prefills_whole:  # a preempted sequence: its prompt and output in one forward
-            yield (_range(2, long, 0, end + 1),)
-
-
-def _range(number: int, token_ids: list[int], start: int, end: int, *, samples: bool = True) -> TokenRange:
-    """Tokens of one of the sequences, whose blocks lie between those of the others, the last one first."""
-    table = [3 * (MAX_BLOCKS - 1 - at) + number for at in range(-(-end // BLOCK_SIZE))]
-    numbers = (number,) if samples else ()
-    return TokenRange(number, start, end, token_ids[start:end], table, end, samples=numbers, slot=number)
+            yield (tokens(2, long, 0, end + 1),)
