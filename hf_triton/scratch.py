@@ -32,7 +32,7 @@ class ScratchFolder(tempfile.TemporaryDirectory[str]):
         super().__init__(prefix=f"{PREFIX}{kind}_")
         new = Path(self.name) / f"{OWNER}.new"
         self._owner = os.open(new, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        with contextlib.suppress(OSError):  # a file system without locks: nobody takes the folder for abandoned
+        with contextlib.suppress(OSError):  # a file system without locks: the folder is never taken for abandoned
             fcntl.flock(self._owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
             new.rename(new.with_name(OWNER))  # only now may others look at it
 
@@ -63,10 +63,10 @@ def _is_own(folder: Path) -> bool:
 
 
 def _remove_if_abandoned(folder: Path) -> None:
-    """Remove a folder whose lock nobody holds.
+    """Remove a folder whose lock no process holds.
 
     Raises:
-        OSError: Somebody does, or the folder has none.
+        OSError: A process holds it, or the folder has none.
     """
     owner = os.open(folder / OWNER, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:

@@ -261,7 +261,7 @@ class OnDemand:
             self._wake.set()
 
     async def load_door(self, name: str) -> None:
-        """Load the stream door of a model in use, which somebody has unloaded alone, or has not loaded with it.
+        """Load the stream door of a model in use, which another client has unloaded alone, or has not loaded with it.
 
         Raises:
             ApiError: It cannot be loaded, or could not a moment ago.

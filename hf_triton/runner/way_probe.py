@@ -103,12 +103,11 @@ def _find(probe: WayProbe) -> Finding:
                 logger.debug("the model does not run as %s (%s)", candidate, described(error))
                 obstacles.append(described(error))
                 break
-            logger.debug(
-                "the model runs as %s: its logits differ from those of generate by %s", candidate, verdict.text
-            )
+            measured = f"its logits differ from those of generate by {verdict.text}"
+            logger.debug("the model runs as %s: %s", candidate, measured)
             if verdict.is_right:
                 return Finding(candidate, obstacles[0] if obstacles else "")
-            obstacles.append(f"its logits differ from those of generate by {verdict.text}")
+            obstacles.append(measured)
     return Finding(None, obstacles[0])
 
 
