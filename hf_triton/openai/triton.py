@@ -19,6 +19,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from hf_triton.errors import clip
 from hf_triton.openai.accounts import Tally, allows_model, check_model, with_salt
 from hf_triton.openai.bodies import beside
+from hf_triton.openai.calls import Calls
 from hf_triton.openai.endpoint import Endpoint, wait_for_attempt
 from hf_triton.openai.errors import ApiError, load_reason, model_not_found, out_of_shared_memory, triton_error
 from hf_triton.openai.hints import pass_over
@@ -94,10 +95,12 @@ class TritonModels:
         self._listing: asyncio.Task[None] | None = None
         self._seen: dict[str, Model] = {}
         self._changes: dict[str, int] = {}
+        self._calls = Calls(self._stub)
         self._infos = ModelInfos(self._stub, self._headers)
 
     async def close(self) -> None:
-        """Cancel what is in flight and disconnect."""
+        """Disconnect; what is in flight is cancelled."""
+        await self._calls.close()
         await self._channel.close()
 
     def _call_headers(self) -> tuple[tuple[str, str], ...]:
@@ -352,9 +355,11 @@ class TritonModels:
         message = await beside(generation.size, infer_request, folder, generation, is_stream=False)
         await wait_for_attempt(self._channel)
         try:
-            answer = await self._stub.ModelInfer(message, timeout=timeout_s, metadata=self._call_headers())
+            answer = await self._calls.infer(message, timeout_s, self._call_headers(), takes_cancel=folder.takes_cancel)
         except grpc.aio.AioRpcError as error:
             raise self._error(error, generation) from None
+        except TimeoutError:
+            raise _time_is_up() from None
         return _last([await _read(answer)])
 
     async def stream(self, generation: Generation) -> AsyncGenerator[Outputs]:
@@ -396,26 +401,21 @@ class TritonModels:
     ) -> AsyncGenerator[Outputs]:
         message = await beside(generation.size, infer_request, folder, generation, is_stream=is_stream)
         await wait_for_attempt(self._channel)
-        call = self._stub.ModelStreamInfer(timeout=timeout_s, metadata=self._call_headers())
+        responses = self._calls.stream(message, timeout_s, self._call_headers(), takes_cancel=folder.takes_cancel)
+        failure = None
         try:
-            await call.write(message)
-            await call.done_writing()
-            failure = None
-            while (response := await call.read()) is not grpc.aio.EOF:  # cancelling a stream may keep the model loaded
-                if response.error_message:
-                    failure = self._triton_error(response.error_message, 500, generation)
-                elif response.infer_response.outputs:
-                    yield await _read(response.infer_response)
-            if failure is not None:
-                raise failure
-            if await call.code() is not grpc.StatusCode.OK:
-                raise self._status_error(await call.code(), await call.details(), generation)
+            async with contextlib.aclosing(responses):
+                async for response in responses:
+                    if response.error_message:
+                        failure = self._triton_error(response.error_message, 500, generation)
+                    elif response.infer_response.outputs:
+                        yield await _read(response.infer_response)
         except grpc.aio.AioRpcError as error:
             raise self._error(error, generation) from None
-        except asyncio.InvalidStateError:  # a write to a call that has failed
-            raise self._status_error(await call.code(), await call.details(), generation) from None
-        finally:
-            call.cancel()
+        except TimeoutError:
+            raise _time_is_up() from None
+        if failure is not None:
+            raise failure
 
     def _note_hints(self, generation: Generation | TextRequest) -> None:
         """Name the variables that the model's chat template does not read; its process passes them over."""
@@ -431,7 +431,7 @@ class TritonModels:
         self, status: grpc.StatusCode, details: str | None, generation: Generation | TextRequest | None = None
     ) -> ApiError:
         if status is grpc.StatusCode.DEADLINE_EXCEEDED:
-            return ApiError(504, "the server did not answer in time", code="deadline_exceeded")
+            return _time_is_up()
         if RESTRICTED in (details or ""):
             return ApiError(403, f"Triton restricts this API: {details}", code="restricted")
         coded = self._triton_error(details or "", _HTTP_STATUS.get(status, 500), generation)
@@ -467,6 +467,10 @@ class TritonModels:
                 code="not_loaded",
             )
         return error
+
+
+def _time_is_up() -> ApiError:
+    return ApiError(504, "the server did not answer in time", code="deadline_exceeded")
 
 
 async def _read(answer: Any) -> Outputs:

@@ -118,6 +118,11 @@ class Folder:
         return TEXT_GENERATION if generates else None
 
     @property
+    def takes_cancel(self) -> bool:
+        """Whether its process knows the request that cancels another one: it is this library's."""
+        return self.info is not None or self.stream_of is not None
+
+    @property
     def adapters(self) -> list[str]:
         """The LoRA adapters that its settings name; those of its subfolder may come and go."""
         try:

@@ -5,6 +5,7 @@ import contextlib
 import json
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -49,6 +50,19 @@ def test_request_of_a_client_that_left_is_cancelled(
             with pytest.raises(httpx.ReadTimeout):
                 client.send(request)
     wait_until(lambda: num_running(triton) == 0)
+
+
+def test_a_client_that_leaves_ends_no_other_request_of_its_id(gateway: GatewayThread) -> None:
+    """Clients name their requests, and may name two alike."""
+    body, headers = {"model": "slow", "prompt": "Hello", "max_tokens": 30, "ignore_eos": True}, {"x-request-id": "a"}
+    url = f"{gateway.url}/v1/completions"
+    with ThreadPoolExecutor(1) as pool, httpx.Client(timeout=60, headers=headers) as client:
+        stays = pool.submit(client.post, url, json=body)
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(url, json=body, headers=headers, timeout=0.7)
+        answer = stays.result()
+    assert answer.status_code == 200
+    assert answer.json()["usage"]["completion_tokens"] == 30
 
 
 @pytest.fixture(scope="module")

@@ -96,7 +96,7 @@ def test_leaving_clients_end_no_server(tmp_path: Path, size_mib: int, is_filled:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     seen = json.loads(done.stdout.splitlines()[-1])
-    assert seen["lives"]
+    assert seen["lives"], seen["log"]
     assert seen["unanswered"] == 0
     assert seen["left"] > 0
     assert set(seen["statuses"]) <= {"200", "400", "200 out_of_memory", "503 out_of_memory"}

@@ -19,9 +19,6 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-import tritonclient.grpc as grpcclient
-
 from hf_triton.openai.config import GatewayConfig
 from hf_triton.server import free_shared_memory
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
@@ -67,7 +64,7 @@ class Crowd:
         self._lock = threading.Lock()
 
     def run(self, *, is_filled: bool) -> None:
-        clients = [self._leave] * 5 + [self._cancel] * 2 + [self._stay] * 3 + [self._fill] * is_filled
+        clients = [self._leave] * 7 + [self._stay] * 3 + [self._fill] * is_filled
         threads = [threading.Thread(target=client, args=(random.Random(seed),)) for seed, client in enumerate(clients)]
         for thread in threads:
             thread.start()
@@ -94,21 +91,6 @@ class Crowd:
                     connected.recv(1)
                 except TimeoutError:
                     self._note_left()
-
-    def _cancel(self, chance: random.Random) -> None:
-        """Cancel over gRPC, without a gateway."""
-        tensor = grpcclient.InferInput("text_input", [30], "BYTES")
-        tensor.set_data_from_numpy(np.array([TEXT.encode()] * 30, object))
-        with grpcclient.InferenceServerClient(self._server.grpc_url) as client:
-            while self._goes_on():
-                answered = threading.Event()
-                call = client.async_infer(
-                    "text", [tensor], callback=lambda result, error, answered=answered: answered.set()
-                )
-                if not answered.wait(chance.uniform(0.005, 0.08)):
-                    call.cancel()
-                    self._note_left()
-                answered.wait()
 
     def _stay(self, chance: random.Random) -> None:
         """Wait for the answers."""
