@@ -7,7 +7,7 @@ import dataclasses
 import json
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
 
 import annotated_types
 from pydantic import BaseModel
@@ -46,8 +46,10 @@ else:
 class AgentRequest(Fields, AgentSampling):
     """The fields that agents' APIs have in common; some are this server's own."""
 
+    is_open: ClassVar[bool] = True
+
     model: Annotated[str, annotated_types.MinLen(1)]
-    """One of `/v1/models`."""
+    """One of `/v1/models`; by default the only one of its task, or `--default-model`."""
 
     stream: bool | None = None
     """Whether to send the response in pieces, as server-sent events."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, ClassVar, Final
 
 import annotated_types
 from fastapi import Request
@@ -33,8 +33,10 @@ TEXT_CODES: Final = ("invalid_input", "context_length_exceeded")
 class EncoderFields(Fields):
     """The fields that all requests to encoders share."""
 
+    is_open: ClassVar[bool] = True
+
     model: Annotated[str, annotated_types.MinLen(1)]
-    """One of `/v1/models`."""
+    """One of `/v1/models`; by default the only one of its task, or `--default-model`."""
 
     truncate: bool | None = None
     """Whether a text that is longer than the model's context is cut at its end; otherwise it is refused."""
