@@ -4,7 +4,8 @@
 #   docker build -t triton_transformer_server .
 #
 # Its own command serves model_repository with stream doors and OpenAI's API on port 9000; `tritonserver ...` runs the
-# server alone, and `hf-triton openai --triton HOST:8001 --host 0.0.0.0` the gateway alone.
+# server alone, and `hf-triton openai --triton HOST:8001 --host 0.0.0.0` the gateway alone, for which deploy/gateway/Dockerfile
+# has a small image.
 #
 # For a model that needs an unreleased transformers:
 #

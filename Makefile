@@ -171,7 +171,7 @@ check: $(SETUP) ## Check format, lint, types, import contracts, the Dockerfile, 
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/hadolint Dockerfile
+	$(BIN)/hadolint Dockerfile deploy/gateway/Dockerfile
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/*.yml
 
@@ -193,14 +193,16 @@ docs: $(SETUP) ## Write the generated tables of README.md and docs/
 	$(BIN)/python scripts/make_dashboard.py
 
 # For the Python and the C library of NVIDIA's image; hatchling builds the package in it.
-EXTRAS := audio cpu cuda gguf image lora optimize quantized tracing
+EXTRAS := audio cli cpu cuda gateway gguf image lora model optimize quantized tracing
 COMPILE = uv pip compile --quiet --no-config --python-version 3.12 --python-platform x86_64-manylinux_2_39 --generate-hashes \
   --only-binary :all: --no-annotate --no-header --constraint constraints.txt
-lock: ## Write the hashes of the image's packages (uv, an index)
+lock: ## Write the hashes of the images' packages (uv, an index)
 	echo torch | env -u UV_TORCH_BACKEND $(COMPILE) - --output-file requirements-torch.txt
 	echo hatchling | env -u UV_TORCH_BACKEND $(COMPILE) pyproject.toml - $(addprefix --extra ,$(EXTRAS)) \
 	  --constraint requirements-torch.txt $$(sed -n 's/==.*//p' requirements-torch.txt | sed 's/^/--no-emit-package /') \
 	  --output-file requirements-image.txt
+	echo hatchling | env -u UV_TORCH_BACKEND $(COMPILE) pyproject.toml - --extra gateway --extra tracing \
+	  --constraint requirements-image.txt --output-file requirements-gateway.txt
 
 test-page: $(SETUP) ## Test the chat page in a headless Chromium
 	tests/openai/setup.sh

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from hf_triton.extras import check_extras
 from hf_triton.settings import ModelSettings
 from hf_triton.tasks.hooks import Hooks
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from hf_triton.tasks.meter import Meter
     from hf_triton.triton_backend.service import Service
 
+check_extras("hf_triton.TritonPythonModel", "model")
 logger = logging.getLogger(__name__)
 
 

@@ -37,6 +37,7 @@ from types import TracebackType
 from typing import Any, Final
 
 from hf_triton.errors import ServerError
+from hf_triton.protocol.load_reasons import first_sentence
 from hf_triton.scratch import ScratchFolder
 
 PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h: the signal a child gets when its parent dies
@@ -44,8 +45,6 @@ DISTRIBUTION_LIBRARIES: Final = ("/usr/lib", "/lib")
 """The loader looks there anyway; named in LD_LIBRARY_PATH, they would hide the image's CUDA compatibility libraries."""
 STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STOP_GRACE_S = 30.0
-NOT_HEALTHY: Final = re.compile(r"(Internal: )?Stub process '[^']*' is not healthy\.?")
-STOOD_STILL: Final = "its process died or stood still while it loaded: give it memory and processor time; load it again"
 NOT_TELLING: Final = re.compile(
     r"I\d{4} |\d{4}-\d\d-\d\d\S* (\S+ )?I(NFO)? |[+|]|\s*$|.*(NVML|DCGM|CudaDriver|pinned_memory|torchao|_pytree)"
 )
@@ -96,12 +95,6 @@ class ModelState:
     def sentence(self) -> str:
         """Our sentence alone: `code: sentence`."""
         return first_sentence(self.reason)
-
-
-def first_sentence(reason: str) -> str:
-    """Our sentence in a reason of Triton's, which may go on with a traceback; one that says what to do of Triton's."""
-    message = reason.partition("TritonModelException: ")[2] or reason
-    return NOT_HEALTHY.sub(STOOD_STILL, message.partition("\n")[0].strip())
 
 
 def read_log(file: Path) -> str:

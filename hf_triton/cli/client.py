@@ -21,8 +21,8 @@ from hf_triton.cli.gateway_options import ALONE, gateway_options, read_config
 from hf_triton.errors import HfTritonError, ServerError, clip
 from hf_triton.openai.config import GatewayConfig, TritonAddress
 from hf_triton.openai.endpoint import Endpoint
+from hf_triton.protocol.load_reasons import first_sentence
 from hf_triton.protocol.names import SERVER_VARIABLE
-from hf_triton.server import first_sentence
 
 if TYPE_CHECKING:
     from tritonclient.grpc import InferenceServerClient

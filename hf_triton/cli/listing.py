@@ -12,7 +12,7 @@ import click
 
 from hf_triton.cli.client import Triton, triton_options
 from hf_triton.cli.tables import show_table, size_words
-from hf_triton.server import first_sentence
+from hf_triton.protocol.load_reasons import first_sentence
 
 if TYPE_CHECKING:
     from hf_triton.openai.triton_messages import Folder

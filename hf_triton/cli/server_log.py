@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from hf_triton.cli.say import say
-from hf_triton.server import first_sentence
+from hf_triton.protocol.load_reasons import first_sentence
 
 MAX_BYTES: Final = 100_000_000
 State = Literal["loading", "told", "ready", "failed", "unloaded", "stopping"]

@@ -11,8 +11,8 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from hf_triton.errors import CODES, clip
+from hf_triton.protocol.load_reasons import NOT_HEALTHY, first_sentence
 from hf_triton.protocol.validation import suggest
-from hf_triton.server import NOT_HEALTHY, first_sentence
 
 if TYPE_CHECKING:  # the commands read errors too, and need no FastAPI
     from fastapi import FastAPI, Request

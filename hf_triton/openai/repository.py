@@ -21,12 +21,12 @@ from hf_triton.openai.errors import ApiError, load_reason, logged_reason
 from hf_triton.openai.on_demand import Activity
 from hf_triton.openai.triton import CONTROL_TIMEOUT_S, RESTRICTED
 from hf_triton.openai.triton_messages import DOOR_SUFFIX
-from hf_triton.server import open_local
 
 LOG: Final = logging.getLogger("hf_triton.openai")
 UNLOAD_LIMIT_S: Final = 60.0
 """A model that Triton has not unloaded by then is not waited for: Triton 24.10 may miss the end of a stream."""
 UNLOAD_POLL_S: Final = 0.05
+NO_PROXY: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 PRESENT: Final = ("READY", "UNLOADING", "LOADING")
 IN_FLIGHT: Final = re.compile(r'^hf_triton_requests_in_flight\{[^}]*model="([^"]*)"[^}]*\} (\S+)$', re.MULTILINE)
 
@@ -181,7 +181,7 @@ def _read_gauges(metrics: str) -> dict[str, int]:
     counts: dict[str, int] = {}
     with contextlib.suppress(OSError, ValueError):
         request = urllib.request.Request(f"http://{metrics}/metrics", headers={"Connection": "close"})
-        with open_local(request, CONTROL_TIMEOUT_S) as answer:
+        with NO_PROXY.open(request, timeout=CONTROL_TIMEOUT_S) as answer:
             for name, count in IN_FLIGHT.findall(answer.read().decode(errors="replace")):
                 counts[name] = counts.get(name, 0) + int(float(count))
     return counts

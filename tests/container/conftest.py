@@ -53,15 +53,15 @@ class Engine:
         assert result.returncode == 0, f"{shlex.join(command)} exited with {result.returncode}\n{tail(result.stderr)}"
         return result.stdout
 
-    def build(self, tag: str, **arguments: str) -> str:
-        """Build the repository's Dockerfile on the stand-in and return the image's name."""
+    def build(self, tag: str, *, file: str = "Dockerfile", **arguments: str) -> str:
+        """Build a Dockerfile of the repository on the stand-in and return the image's name."""
         [torch] = re.findall(r"^torch==\S+", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
         pairs = {
             "BASE_IMAGE": self.base_image,
             "TORCH": torch,
         } | arguments  # the build for processors, where it is there
         options = [word for name, value in pairs.items() for word in ("--build-arg", f"{name}={value}")]
-        self("build", "--network=host", "--tag", tag, *options, ".", timeout_s=500)
+        self("build", "--network=host", "--file", file, "--tag", tag, *options, ".", timeout_s=500)
         return tag
 
 
@@ -171,12 +171,17 @@ def image(engine: Engine) -> str:
     return engine.build(IMAGE)
 
 
+@pytest.fixture(scope="session")
+def gateway_image(engine: Engine) -> str:
+    return engine.build(f"{IMAGE}-gateway", file="deploy/gateway/Dockerfile")
+
+
 @pytest.fixture
 def start(engine: Engine, image: str, refused: str, tmp_path: Path) -> Iterator[Callable[..., Container]]:
     """Start a container with a `docker run` line of the README: `start(line, folder, "-e", "NAME=value")`."""
     with contextlib.ExitStack() as stack:
 
-        def start(line: str, folder: Path, *options: str, ports: Sequence[int] = ()) -> Container:
+        def start(line: str, folder: Path, *options: str, ports: Sequence[int] = (), of: str = image) -> Container:
             name = f"{IMAGE}-{secrets.token_hex(4)}"
             ports, port_arguments = (ports, []) if ports else _choose_ports()
             run, arguments = _translate(line.replace(refused, ""), folder)
@@ -191,7 +196,7 @@ def start(engine: Engine, image: str, refused: str, tmp_path: Path) -> Iterator[
                 name,
                 *options,
                 *_limits(engine),
-                image,
+                of,
                 *arguments,
                 *port_arguments,
             ]

@@ -46,6 +46,7 @@ for process in pathlib.Path("/proc").glob("[0-9]*"):
         os.kill(int(process.name), 9)
 """
 
+CONFINED = ["--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
 Start = Callable[..., Any]
 
 
@@ -137,7 +138,7 @@ def _healthcheck(image: dict[str, Any]) -> list[str]:
 
 
 def test_its_own_command_streams_and_speaks_openais_api(
-    start: Start, hub: LoopbackHub, tmp_path: Path, engine: Any, image: str
+    start: Start, hub: LoopbackHub, tmp_path: Path, image: str, gateway_image: str
 ) -> None:
     copy_model("falcon7b", tmp_path)
     container = start(OWN_COMMAND, tmp_path, *to_hub(hub))
@@ -152,11 +153,16 @@ def test_its_own_command_streams_and_speaks_openais_api(
     assert set(users) == {"1000"}, "no process may run as root"
 
     http, grpc, _, _ = container.ports
-    (port,) = free_ports(1)
-    alone = start(f"{GATEWAY} --triton 127.0.0.1:{grpc} --port {port}", tmp_path, ports=[http, grpc, 0, port])
-    alone.wait_until_answers("/health")
-    assert alone.ask_gateway("/v1/completions", body)["choices"][0]["text"] == text
-    assert alone.stop() == 0
+    for each in (image, gateway_image):
+        (port,) = free_ports(1)
+        line = f"{GATEWAY} --triton 127.0.0.1:{grpc} --port {port}"
+        alone = start(line, tmp_path, *CONFINED, ports=[http, grpc, 0, port], of=each)
+        alone.wait_until_answers("/health")
+        assert alone.ask_gateway("/v1/completions", body)["choices"][0]["text"] == text
+        alone.execute("pip", "check")
+        packages = {package["name"] for package in json.loads(alone.execute("pip", "list", "--format=json"))}
+        assert ("torch" in packages) == (each == image)
+        assert alone.stop() == 0
 
     with ThreadPoolExecutor() as client:
         response = client.submit(container.ask_gateway, "/v1/completions", body | {"max_tokens": 600})
@@ -221,8 +227,7 @@ def test_folder_of_another_user(start: Start, hub: LoopbackHub, tmp_path: Path) 
 
 def test_any_user_without_capabilities(start: Start, hub: LoopbackHub, tmp_path: Path) -> None:
     model = copy_model("falcon7b", tmp_path)
-    hardened = ["--user", "4321:4321", "--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL"]
-    container = start(OWN_COMMAND, tmp_path, *to_hub(hub), *hardened, "--security-opt", "no-new-privileges")
+    container = start(OWN_COMMAND, tmp_path, *to_hub(hub), "--user", "4321:4321", *CONFINED)
     container.wait_until_ready()
     assert container.generate("falcon7b", PROMPT).startswith(PROMPT)
     assert container.execute("id", "-u").strip() == "4321"

@@ -4,6 +4,7 @@
 import contextlib
 import json
 import re
+import shlex
 import socket
 import ssl
 import subprocess
@@ -25,18 +26,21 @@ from hf_triton.errors import CODES
 from hf_triton.openai.config import GatewayConfig
 from hf_triton.openai.health import LIVE_PATHS, READY_PATHS
 from hf_triton.openai.metrics import Metrics
+from hf_triton.server import free_ports
 from hf_triton.tasks.metrics import METRICS
 from tests.support.certificates import Authority
-from tests.support.gateway import GatewayThread, wait_until
+from tests.support.gateway import GatewayThread, add_demo, wait_until
 from tests.support.haproxy import haproxy
 from tests.support.paths import ROOT, load_script
 from tests.support.programs import ENVIRONMENT, program
+from tests.support.serving import COMMAND, running
 
 DEPLOY = ROOT / "deploy"
 OVERLAYS = sorted(path.parent.name for path in (DEPLOY / "kubernetes" / "overlays").glob("*/kustomization.yaml"))
 KUBERNETES = "1.32"
 DASHBOARD = load_script("make_dashboard")
 GATEWAY_PORT, METRICS_PORT = 9000, 8002
+IMAGE, GATEWAY_IMAGE = "triton_transformer_server", "hf_triton_gateway"
 PORTS = {"http": 8000, "grpc": 8001, "metrics": METRICS_PORT, "openai": GATEWAY_PORT}
 
 
@@ -69,34 +73,44 @@ def test_an_overlay_is_what_kubernetes_takes(overlay: str) -> None:
         objects["Service"]["spec"]["selector"],
     ]
     assert all(selector.items() <= labels for selector in selectors)
-    [container] = pod["spec"]["containers"]
     volumes = {volume["name"] for volume in pod["spec"]["volumes"]}
-    assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+    assert {mount["name"] for container in containers(pod) for mount in container["volumeMounts"]} == volumes
+
+
+def containers(pod: Any) -> tuple[Any, Any]:
+    """The server, which starts first and ends last, and the gateway before it."""
+    [server], [gateway] = pod["spec"]["initContainers"], pod["spec"]["containers"]
+    assert (server["name"], server["restartPolicy"], gateway["name"]) == ("server", "Always", "gateway")
+    return server, gateway
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_a_pod_runs_a_command_that_there_is(overlay: str) -> None:
-    [container] = rendered(overlay)["Deployment"]["spec"]["template"]["spec"]["containers"]
-    assert container["args"][:2] == ["hf-triton", "serve"]
-    options = [word.partition("=")[0] for word in container["args"] if word.startswith("--")]
-    text = CliRunner().invoke(cli, ["serve", "--help"]).output
-    assert [option for option in options if option not in text] == []
-    assert {port["name"]: port["containerPort"] for port in container["ports"]} == PORTS
-    assert container["readinessProbe"]["httpGet"]["path"] in READY_PATHS
-    assert container["livenessProbe"]["httpGet"]["path"] in LIVE_PATHS
+    server, gateway = containers(rendered(overlay)["Deployment"]["spec"]["template"])
+    for container, command, image in ((server, "serve", IMAGE), (gateway, "openai", GATEWAY_IMAGE)):
+        assert container["args"][:2] == ["hf-triton", command]
+        assert container["image"] == image
+        options = [word.partition("=")[0] for word in container["args"] if word.startswith("--")]
+        text = CliRunner().invoke(cli, [command, "--help"]).output
+        assert [option for option in options if option not in text] == []
+    assert "--no-openai" in server["args"]
+    assert {port["name"]: port["containerPort"] for each in (server, gateway) for port in each["ports"]} == PORTS
+    assert gateway["readinessProbe"]["httpGet"]["path"] in READY_PATHS
+    assert gateway["livenessProbe"]["httpGet"]["path"] in LIVE_PATHS
 
 
 def test_a_pod_has_no_rights_and_its_own_ports_are_closed() -> None:
     objects = rendered("cpu")
     spec = objects["Deployment"]["spec"]["template"]["spec"]
-    [container] = spec["containers"]
+    server, container = containers({"spec": spec})
     assert spec["securityContext"]["runAsNonRoot"] is True
     assert spec["automountServiceAccountToken"] is False
-    assert container["securityContext"] == {
-        "allowPrivilegeEscalation": False,
-        "readOnlyRootFilesystem": True,
-        "capabilities": {"drop": ["ALL"]},
-    }
+    for each in (server, container):
+        assert each["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
     rules = objects["NetworkPolicy"]["spec"]["ingress"]
     assert [port["port"] for rule in rules if "from" not in rule for port in rule["ports"]] == ["openai"]
     assert "--api-key-file=/run/secrets/hf-triton/api-keys" in container["args"]
@@ -134,10 +148,43 @@ def test_compose_takes_its_files() -> None:
         for volume in service.get("volumes", ()):
             source = volume.partition(":")[0]
             assert not source.startswith("./") or (DEPLOY / source).exists(), volume
-    assert services["server"]["stop_grace_period"] == "100s"  # --openai-shutdown-timeout-s, and 30 s for Triton
-    assert "--openai-shutdown-timeout-s 60 " in services["server"]["command"]
-    published = [port for service in services.values() for port in service["ports"]]
+    assert services["server"]["stop_grace_period"] == "40s"  # 30 s for Triton
+    assert services["gateway"]["stop_grace_period"] == "70s"
+    assert "--shutdown-timeout-s 60 " in services["gateway"]["command"]
+    published = [port for service in services.values() for port in service.get("ports", ())]
     assert [port.rpartition(":")[2] for port in published] == ["9000", "9090", "3000", "8080"]
+
+
+@pytest.mark.full
+def test_the_commands_of_compose_serve_behind_keys(tmp_path: Path) -> None:
+    """The server is locked, and the gateway lists its models with the key that its file of headers has."""
+    text = (DEPLOY / "compose.yaml").read_text()
+    commands = {name: service.get("command") for name, service in yaml.safe_load(text)["services"].items()}
+    secrets = re.findall(r"^#   (mkdir -pm 700 .*|\(umask .*)$", text, re.MULTILINE)
+    run("bash", "-ec", "\n".join([f"cd {shlex.quote(str(tmp_path))}", *secrets]))
+    files = tmp_path / "deploy" / "secrets"
+    add_demo(tmp_path / "models")
+    names = {"admin_key": "admin-key", "api_keys": "keys", "triton_headers": "triton-headers"}
+    here = {f"/run/secrets/{secret}": str(files / name) for secret, name in names.items()}
+    here |= {"model_repository": str(tmp_path / "models"), "0.0.0.0": "127.0.0.1"}
+    served = [here.get(word, word) for word in commands["server"].split()]
+    [port] = free_ports(1)
+    with running(*served[2:], output=tmp_path / "server") as serving:
+        serving.wait_for("Ctrl+C stops the server")
+        here["server:8001"] = f"127.0.0.1:{serving.grpc_port}"
+        words = [here.get(word, word) for word in commands["gateway"].split()]
+        gateway = subprocess.Popen([COMMAND, *words[1:], "--port", str(port)])
+        try:
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60) as client:
+                wait_until(lambda: is_answered(client, "/health/ready"))
+                assert client.get("/v1/models").status_code == 401
+                key = {"Authorization": f"Bearer {(files / 'keys').read_text().strip()}"}
+                assert [model["id"] for model in client.get("/v1/models", headers=key).json()["data"]] == ["demo"]
+                index = f"http://127.0.0.1:{serving.http_port}/v2/repository/index"
+                assert client.post(index, json={}).status_code == 403
+        finally:
+            gateway.terminate()
+            gateway.wait(60)
 
 
 # --- what changes a server -------------------------------------------------------------------------------------------
@@ -179,7 +226,7 @@ def test_promtool_takes_the_alerts() -> None:
 def test_prometheus_asks_the_ports_of_compose() -> None:
     config = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
     targets = [job["static_configs"][0]["targets"] for job in config["scrape_configs"]]
-    assert targets == [[f"server:{METRICS_PORT}"], [f"server:{GATEWAY_PORT}"]]
+    assert targets == [[f"server:{METRICS_PORT}"], [f"gateway:{GATEWAY_PORT}"]]
 
 
 def expressions() -> Iterator[str]:

@@ -33,9 +33,15 @@ def test_what_the_image_installs_is_pinned_as_tested(extras: dict[str, list[Requ
     tested = dict(re.findall(r"^([^#\s]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     own = {canonicalize_name(name): version for name, version in tested.items()}
     assert {name: version for name, version in pinned.items() if own.get(name, version) != version} == {}, "make lock"
+    gateway = pins("requirements-gateway.txt")
+    assert {name: version for name, version in gateway.items() if pinned[name] != version} == {}, "make lock"
+    assert gateway.keys().isdisjoint({"torch", "transformers", "huggingface-hub", "rich"})
+    for requirement in (*extras[""], *extras["gateway"], *extras["tracing"]):
+        assert gateway[canonicalize_name(requirement.name)] in requirement.specifier, requirement
     [listed] = re.findall(r"^EXTRAS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     needed = [requirement for name in ("", *listed.split()) for requirement in extras[name]]
-    assert {"audio", "cpu", "cuda", "gguf", "image", "lora", "quantized", "tracing"} <= set(listed.split())
+    named = {"audio", "cli", "cpu", "cuda", "gateway", "gguf", "image", "lora", "model", "quantized", "tracing"}
+    assert named <= set(listed.split())
     for requirement in needed:
         if requirement.name != "hf-triton":
             assert pinned[canonicalize_name(requirement.name)] in requirement.specifier, requirement
@@ -56,6 +62,14 @@ def test_the_image_installs_nothing_else() -> None:
     own = ("${TORCH}", hashed, "--no-deps --no-build-isolation .")
     others = [words for words in installs if not words.startswith(own)]
     assert ["${TRANSFORMERS}" in words for words in others] == [True], "which nobody asks for by default"
+
+
+def test_the_gateways_image_installs_nothing_else() -> None:
+    text = (ROOT / "deploy" / "gateway" / "Dockerfile").read_text()
+    assert re.findall(r"pip install --no-cache-dir (.*)", text) == [
+        "--no-deps --require-hashes --only-binary=:all: --requirement requirements-gateway.txt",
+        "--no-deps --no-build-isolation . && rm -rf /tmp/hf_triton",
+    ]
 
 
 def test_the_image_has_what_kernels_of_a_gpu_need() -> None:

@@ -6,18 +6,23 @@ import os
 import re
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import grimp
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from hf_triton.cli import MODULES as COMMAND_MODULES
+from hf_triton.cli import SECTIONS
 from hf_triton.cli.tables import new_figure
+from hf_triton.command import NEEDS, check_command, main
 from hf_triton.errors import HfTritonError
+from hf_triton.extras import MODULES, MissingExtraError
 from hf_triton.hub.gguf_header import check_gguf
 from hf_triton.hub.graph import check_graph
 from hf_triton.hub.load_failures import QUANTIZED_PACKAGES, explain_load
@@ -40,14 +45,18 @@ NOT_OURS = {"triton", "triton_python_backend_utils", "c_python_backend_utils"}
 NAMED = re.compile(r"`?pip install 'hf-triton\[([\w-]+)\]'")
 
 
-def declared(extra: str) -> set[str]:
-    """The packages that an extra installs, as pyproject.toml names them, its own extras included."""
-    names = set()
+def required(extra: str) -> set[str]:
+    """The requirements of an extra, those of its own extras included."""
+    texts = set()
     for text in EXTRAS[extra]:
         requirement = Requirement(text)
-        is_own = requirement.name == PROJECT["name"]
-        names |= set().union(*map(declared, requirement.extras)) if is_own else {canonicalize_name(requirement.name)}
-    return names
+        texts |= set().union(*map(required, requirement.extras)) if requirement.name == PROJECT["name"] else {text}
+    return texts
+
+
+def declared(extra: str) -> set[str]:
+    """The packages that an extra installs, as pyproject.toml names them."""
+    return {canonicalize_name(Requirement(text).name) for text in required(extra)}
 
 
 def installed_with(*texts: str) -> set[str]:
@@ -83,7 +92,7 @@ def imported_modules() -> set[str]:
 
 
 def test_serving_finds_every_import_among_its_dependencies() -> None:
-    present = installed_with(*PLAIN, *declared("server"))
+    present = installed_with(*PLAIN, *required("server"))
     distributions = packages_distributions()
     providers = {name: set(map(canonicalize_name, distributions.get(name, [name]))) for name in imported_modules()}
     missing = set().union(*(packages for packages in providers.values() if not packages & present))
@@ -92,9 +101,122 @@ def test_serving_finds_every_import_among_its_dependencies() -> None:
         assert package in installed_with(*declared(extra))
 
 
-def test_clients_and_the_gateway_need_no_extra() -> None:
-    present = installed_with(*PLAIN)
-    assert {"fastapi", "grpcio", "prometheus-client", "tritonclient", "uvicorn"} <= present
+# --- products -------------------------------------------------------------------------------------------------------
+
+SHARED = {"opentelemetry"}
+"""What the extra `tracing` adds to a model's process and to a gateway."""
+COMMAND_LINE = {"matplotlib", "rich"}
+"""What tables of other commands import when they are printed."""
+MODEL = ("hf_triton.model", "hf_triton.stream_door", "hf_triton.tasks", "hf_triton.triton_backend")
+CLIENTS = [name for name, extras in NEEDS.items() if extras == ("cli",)]
+
+
+@pytest.fixture(scope="module")
+def graph_of_imports() -> grimp.ImportGraph:
+    return grimp.build_graph(
+        "hf_triton", include_external_packages=True, exclude_type_checking_imports=True, cache_dir=None
+    )
+
+
+def undeclared(graph: grimp.ImportGraph, roots: Iterable[str], extras: Iterable[str]) -> set[str]:
+    """The packages that modules, and what they import in turn, import without one of the extras."""
+    modules: set[str] = set()
+    for root in roots:
+        for module in {root, *(graph.find_descendants(root) if root not in COMMANDS else ())}:
+            modules |= graph.find_upstream_modules(module)
+    foreign = {name.partition(".")[0] for name in modules} - sys.stdlib_module_names - {"hf_triton"} - NOT_OURS
+    present = installed_with(*PLAIN, *set().union(*map(required, extras)))
+    distributions = packages_distributions()
+    return {name for name in foreign if not {*map(canonicalize_name, distributions.get(name, [name]))} & present}
+
+
+def module_of(command: str) -> str:
+    return f"hf_triton.cli.{COMMAND_MODULES.get(command, f'{command}:').partition(':')[0]}"
+
+
+COMMANDS = {"hf_triton.cli", *map(module_of, NEEDS)}
+
+
+def test_errors_settings_and_protocol_need_no_extra(graph_of_imports: grimp.ImportGraph) -> None:
+    base = ("hf_triton.errors", "hf_triton.extras", "hf_triton.protocol", "hf_triton.server", "hf_triton.settings")
+    assert undeclared(graph_of_imports, base, ()) <= SHARED
+    assert installed_with(*PLAIN).isdisjoint({"click", "fastapi", "torch", "tritonclient", "transformers"})
+
+
+def test_the_gateway_needs_its_extra_alone(graph_of_imports: grimp.ImportGraph) -> None:
+    roots = ("hf_triton.openai", "hf_triton.cli", "hf_triton.cli.openai")
+    assert undeclared(graph_of_imports, roots, ["gateway"]) <= SHARED | COMMAND_LINE
+    assert installed_with(*PLAIN, *required("gateway")).isdisjoint(declared("model") - {"protobuf", "numpy"})
+
+
+def test_a_models_process_needs_its_extra_alone(graph_of_imports: grimp.ImportGraph) -> None:
+    optional = {"PIL", "llvmlite", "numba", "peft", "soundfile", "gguf", "onnx_ir", "onnxruntime", "openvino"}
+    assert undeclared(graph_of_imports, MODEL, ["model"]) <= SHARED | optional
+    assert declared("model").isdisjoint(declared("cli"))
+
+
+@pytest.mark.parametrize("command", CLIENTS)
+def test_a_client_needs_the_command_line_alone(command: str, graph_of_imports: grimp.ImportGraph) -> None:
+    assert undeclared(graph_of_imports, [module_of(command)], ["cli"]) <= SHARED | {"matplotlib", "gguf"}
+
+
+def test_each_command_says_what_it_needs() -> None:
+    assert {*NEEDS} == {name for section in SECTIONS.values() for name in section}
+
+
+def test_extras_of_models_have_the_model_and_the_server_has_all() -> None:
+    of_models = {*EXTRAS} - {"model", "gateway", "cli", "tracing", "ray", "bench"}
+    assert [extra for extra in of_models if not declared(extra) >= declared("model")] == []
+    assert declared("server") >= declared("model") | declared("gateway") | declared("cli")
+    for extra in MODULES:
+        brought = {module: packages_distributions()[module] for module in MODULES[extra]}
+        assert {canonicalize_name(names[0]) for names in brought.values()} - {"grpcio"} == declared(extra) - {
+            "protobuf"
+        }
+
+
+@pytest.mark.parametrize(
+    ("present", "arguments", "extra"),
+    [
+        ((), [], "cli"),
+        ((), ["--help"], "cli"),
+        ((), ["openai"], "gateway"),
+        ((), ["list"], "cli"),
+        ((), ["serve"], "server"),
+        ((), ["check", "folder"], "model,cli"),
+        (("model",), ["openai", "--triton", "localhost:8001"], "gateway"),
+        (("model",), ["check", "folder"], "cli"),
+        (("gateway",), ["serve"], "server"),
+        (("gateway",), ["list"], "cli"),
+        (("gateway",), ["check", "folder"], "model,cli"),
+        (("cli",), ["check", "folder"], "model"),
+    ],
+)
+def test_a_command_names_the_extra_that_it_lacks(
+    present: tuple[str, ...],
+    arguments: list[str],
+    extra: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    there = {name for name in present for name in MODULES[name]}
+    monkeypatch.setattr("hf_triton.extras._is_installed", there.__contains__)
+    monkeypatch.setattr("sys.argv", ["hf-triton", *arguments])
+    monkeypatch.setenv("PATH", os.devnull)
+    with pytest.raises(SystemExit) as error:
+        main()
+    message = str(error.value.code)
+    assert message.startswith("error: client_missing: `hf-triton")
+    assert re.findall(r"`pip install 'hf-triton\[([\w,]+)\]'`", message) == [extra]
+    assert "\n" not in message
+
+
+def test_the_image_of_a_triton_needs_no_other_triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tritonserver").write_text("#!/bin/sh")
+    (tmp_path / "tritonserver").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("hf_triton.extras._is_installed", lambda name: False)
+    with pytest.raises(MissingExtraError, match=r"hf-triton\[model,cli\]"):
+        check_command("serve")
 
 
 def test_every_named_extra_exists() -> None:
