@@ -115,7 +115,7 @@ class ChatRequest(GenerationFields):
             raise ApiError(400, "echo is for /v1/completions: leave it out", param="echo")
         is_off, budget = read_thinking(self.thinking, self.nvext)
         is_off = is_off or self.think is False
-        if self.format and self.response_format is None:
+        if self.format and "response_format" not in sampling:
             as_schema = {"type": "json_schema", "json_schema": {"schema": self.format}}
             sampling["response_format"] = {"type": "json_object"} if self.format == "json" else as_schema
         if budget is not None:

@@ -30,6 +30,7 @@ from hf_triton.errors import clip
 from hf_triton.openai.bodies import MAX_VALUES
 from hf_triton.openai.errors import ApiError, named_field, unknown_field
 from hf_triton.openai.hints import pass_over
+from hf_triton.openai.triton_messages import TEXT_GENERATION
 from hf_triton.protocol.chat import MAX_MESSAGES, MAX_TOOLS
 from hf_triton.protocol.dialects import BEAM_SEARCH
 from hf_triton.protocol.parameters import MAX_STOP_STRINGS, WARPERS, GenerationParameters
@@ -214,6 +215,8 @@ class Fields(BaseModel):
 
     model_config = CONFIG
     ignored: ClassVar[Mapping[str, Ignored]] = IGNORED
+    task_of_model: ClassVar[str | None] = None
+    """What the model must do that a body means which names none; None: it must name one."""
     is_open: ClassVar[bool] = False
     """Whether an unknown field is passed over, unless a known one is near it: a whole body's, since clients of other
     servers and new ones send fields that change nothing here."""
@@ -250,7 +253,6 @@ class Fields(BaseModel):
             param = problem.name or named_field(problem.sentence, known)
             code = "missing_required_parameter" if problem.sentence.endswith("is required") else "invalid_parameter"
             raise ApiError(400, problem.sentence, param=param, code=code) from None
-
 
     @classmethod
     def _own_name(cls, name: str, values: Mapping[str, object]) -> str:
@@ -301,6 +303,7 @@ class GenerationFields(Fields, SamplingFields):
     """The fields that chats and completions share."""
 
     is_open: ClassVar[bool] = True
+    task_of_model: ClassVar[str | None] = TEXT_GENERATION
 
     model: Annotated[str, annotated_types.MinLen(1)]
     """One of `/v1/models`; by default the only one of its task, or `--default-model`."""
