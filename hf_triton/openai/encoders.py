@@ -41,6 +41,9 @@ class EncoderFields(Fields):
     truncate: bool | None = None
     """Whether a text that is longer than the model's context is cut at its end; otherwise it is refused."""
 
+    truncate_prompt_tokens: Annotated[int, annotated_types.Ge(-1), annotated_types.Le(-1)] | None = None
+    """vLLM's form of `truncate`: -1."""
+
     lora_name: str | None = None
     """Name of a LoRA adapter of the model. By default the one behind a colon in `model`, if there is one."""
 
@@ -72,7 +75,11 @@ async def encode(
     gateway, names = gateway_of(request), names or {}
     count = max(map(len, texts.values()))
     adapter = adapter_name(body.model, body.lora_name) or body.lora_name
-    given = {**(parameters or {}), "truncate": body.truncate, LORA_NAME: adapter}
+    given = {
+        **(parameters or {}),
+        "truncate": True if body.truncate_prompt_tokens == -1 else body.truncate,
+        LORA_NAME: adapter,
+    }
 
     async def run() -> Outputs:
         folder = await gateway.models.folder(body.model, task=task)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, get_args
@@ -169,6 +169,7 @@ IGNORED: Final[Mapping[str, Ignored]] = {
     **dict.fromkeys(("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"), HINT),
     **dict.fromkeys(("prompt_cache_options", "cache_prompt", "prediction", "web_search_options"), HINT),
     "service_tier": ONE_TIER,
+    "modality": Ignored(("text",), "is text here"),
     "verbosity": Ignored(("medium",), is_hint=True),
     "guided_decoding_backend": Ignored(("auto",), is_hint=True),
     "store": Ignored((False,), "keeps completions, and this server keeps none"),
@@ -218,8 +219,15 @@ class Fields(BaseModel):
     task_of_model: ClassVar[str | None] = None
     """What the model must do that a body means which names none; None: it must name one."""
     is_open: ClassVar[bool] = False
-    """Whether an unknown field is passed over, unless a known one is near it: a whole body's, since clients of other
-    servers and new ones send fields that change nothing here."""
+    """Whether an unknown field is passed over: a whole body's, since new clients and those of other servers send fields
+    that change nothing here. One that is near a known one, or means something at another endpoint, is refused."""
+    _everywhere: ClassVar[set[str]] = set(GenerationParameters.model_fields)
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: object) -> None:
+        """Note the fields of a whole body."""
+        if cls.is_open:
+            cls._everywhere.update(cls.model_fields)
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -242,7 +250,7 @@ class Fields(BaseModel):
                     known[name] = _whole(value) if name in cls.whole_numbers() else value
             elif name in cls.ignored:
                 cls.ignored[name].check(name, value)
-            elif value in NOTHING or (cls.is_open and not _is_near(name, cls.model_fields)):
+            elif value in NOTHING or (cls.is_open and not cls._is_slip(name)):
                 pass_over(name)
             else:
                 raise unknown_field(name, cls.model_fields)
@@ -259,6 +267,12 @@ class Fields(BaseModel):
         """The field that a name means."""
         own = ALIASES.get(name, name)
         return own if own in cls.model_fields and name not in cls.model_fields and values.get(own) is None else name
+
+    @classmethod
+    def _is_slip(cls, name: str) -> bool:
+        """Whether a name that is no field was meant to be one."""
+        near = difflib.get_close_matches(name[:MAX_NAME], cls.model_fields, n=1, cutoff=MIN_LIKENESS)
+        return bool(near) or name in cls._everywhere
 
     @classmethod
     @cache
@@ -293,10 +307,6 @@ def _whole(value: Any) -> Any:
     if isinstance(value, list):
         return [_whole(each) for each in value] if any(type(each) in (float, list) for each in value) else value
     return int(value) if type(value) is float and value.is_integer() else value
-
-
-def _is_near(name: str, known: Iterable[str]) -> bool:
-    return bool(difflib.get_close_matches(name[:MAX_NAME], known, n=1, cutoff=MIN_LIKENESS))
 
 
 class GenerationFields(Fields, SamplingFields):

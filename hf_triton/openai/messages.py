@@ -14,7 +14,7 @@ from fastapi.responses import Response
 
 from hf_triton.errors import clip
 from hf_triton.openai.agents import ANY, AgentRequest, function_tool, has_calls, named_event, stream_steps
-from hf_triton.openai.answers import finish_reason_of, message_of, stop_reason_of
+from hf_triton.openai.answers import COUNTS, finish_reason_of, message_of, stop_reason_of
 from hf_triton.openai.blocks import Blocks, Step, blocks_of
 from hf_triton.openai.bodies import JsonRoute, beside_loop, json_response
 from hf_triton.openai.conversation import Conversation, parse_at
