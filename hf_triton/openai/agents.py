@@ -7,7 +7,7 @@ import dataclasses
 import json
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
 
 import annotated_types
 from pydantic import BaseModel
@@ -20,7 +20,7 @@ from hf_triton.openai.conversation import Conversation
 from hf_triton.openai.errors import ApiError, in_names, named_field
 from hf_triton.openai.fields import Fields, Ignored, sampling_fields
 from hf_triton.openai.gateway import Gateway
-from hf_triton.openai.triton_messages import Generation, Outputs, size_of
+from hf_triton.openai.triton_messages import TEXT_GENERATION, Generation, Outputs, size_of
 
 SAMPLING: Final = (
     *("temperature", "top_p", "top_k", "min_p", "seed"),
@@ -46,8 +46,11 @@ else:
 class AgentRequest(Fields, AgentSampling):
     """The fields that agents' APIs have in common; some are this server's own."""
 
+    is_open: ClassVar[bool] = True
+    task_of_model: ClassVar[str | None] = TEXT_GENERATION
+
     model: Annotated[str, annotated_types.MinLen(1)]
-    """One of `/v1/models`."""
+    """One of `/v1/models`; by default the only one of its task, or `--default-model`."""
 
     stream: bool | None = None
     """Whether to send the response in pieces, as server-sent events."""

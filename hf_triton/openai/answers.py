@@ -68,20 +68,20 @@ def usage_of(outputs: Outputs, num_choices: int = 1) -> dict[str, Any]:
     return usage(
         sum(outputs["num_input_tokens"][::num_choices]),
         sum(outputs.get("num_output_tokens", ())),
-        sum(outputs.get("num_cached_tokens", ())[::num_choices]),
+        sum(outputs["num_cached_tokens"][::num_choices]) if "num_cached_tokens" in outputs else None,
         sum(outputs.get("num_reasoning_tokens", ())),
     )
 
 
 def usage(
-    prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0, reasoning_tokens: int = 0
+    prompt_tokens: int, completion_tokens: int, cached_tokens: int | None = None, reasoning_tokens: int = 0
 ) -> dict[str, Any]:
-    """OpenAI's `usage`; as vLLM's it has `cached_tokens` and `reasoning_tokens` if there are any."""
+    """OpenAI's `usage`; as vLLM's it has `cached_tokens` if they are known, and `reasoning_tokens` if there are any."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        **({"prompt_tokens_details": {"cached_tokens": cached_tokens}} if cached_tokens else {}),
+        **({} if cached_tokens is None else {"prompt_tokens_details": {"cached_tokens": cached_tokens}}),
         **({"completion_tokens_details": {"reasoning_tokens": reasoning_tokens}} if reasoning_tokens else {}),
     }
 

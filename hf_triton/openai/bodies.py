@@ -38,6 +38,8 @@ LARGE_BYTES: Final = 64 << 10
 """What is larger is worked on in a thread."""
 JSON_DEPTH: Final = 5
 """Levels of an answer that are written one by one, down to a token's log probabilities or a vector."""
+UNNAMED: Final = (None, "", "dummy", "tgi")
+"""Names of no model: absent, and what huggingface_hub and TGI's clients send to a server of one model."""
 _THREADS: Final = RunVar[CapacityLimiter]("hf_triton_threads")
 """Of one event loop: one thread, since with more, the loop would wait for each of them in turn."""
 
@@ -93,12 +95,26 @@ class JsonRequest(Request):
 
     async def json(self) -> Any:
         """The body as an instance of the model, or as a value of another kind, which FastAPI refuses."""
-        return await beside_loop(self, self._read, await self.body())
+        value = await beside_loop(self, _parse, await self.body())
+        if self._model is None or not isinstance(value, dict):
+            return value
+        task = getattr(self._model, "task_of_model", None)
+        if task is not None and value.get("model") in UNNAMED:
+            value["model"] = await self._default_model(value.get("model"), task)
+        return await beside_loop(self, self._model.model_validate, value)
 
-    def _read(self, body: bytes) -> Any:
-        check_counts(body)
-        value = json.loads(body.decode("utf-8-sig"))  # in UTF-16, which json would take, they are not counted right
-        return self._model.model_validate(value) if self._model is not None and isinstance(value, dict) else value
+    async def _default_model(self, placeholder: str | None, task: str) -> str:
+        """The model of a request that names none, or a client's placeholder that is no model here."""
+        gateway = self.app.state.gateway
+        if placeholder and any(model.name == placeholder for model in await gateway.models.models()):
+            return placeholder
+        given = self.query_params.get("model")
+        return given or str((await gateway.models.only(task, gateway.config.default_model)).name)
+
+
+def _parse(body: bytes) -> Any:
+    check_counts(body)
+    return json.loads(body.decode("utf-8-sig"))  # in UTF-16, which json would take, they are not counted right
 
 
 async def beside_loop(

@@ -75,6 +75,15 @@ class ChatRequest(GenerationFields):
     thinking: dict[str, Any] | None = None
     """Anthropic's form of `thinking_budget`: `{"type": "enabled", "budget_tokens": 512}`, or `disabled`."""
 
+    think: bool | str | None = None
+    """Ollama's form of `reasoning_effort`: false asks for no reasoning."""
+
+    format: str | dict[str, Any] | None = None
+    """Ollama's form of `response_format`: `json`, or a schema."""
+
+    include_reasoning: bool | None = None
+    """Whether the answer has the reasoning; by default true."""
+
     nvext: dict[str, Any] | None = None
     """NIM's form of `thinking_budget`: `{"max_thinking_tokens": 512}`."""
 
@@ -100,11 +109,15 @@ class ChatRequest(GenerationFields):
         """
         sampling = self.sampling_parameters()
         returns: tuple[str, ...] = RETURNS
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs is for logprobs true: set it", param="top_logprobs")
         if self.echo:
             raise ApiError(400, "echo is for /v1/completions: leave it out", param="echo")
         is_off, budget = read_thinking(self.thinking, self.nvext)
+        is_off = is_off or self.think is False
+        if self.format and "response_format" not in sampling:
+            as_schema = {"type": "json_schema", "json_schema": {"schema": self.format}}
+            sampling["response_format"] = {"type": "json_object"} if self.format == "json" else as_schema
         if budget is not None:
             sampling.setdefault(THINKING_BUDGET, budget)
         options = self._options(is_thinking_off=is_off)
@@ -145,6 +158,8 @@ class ChatRequest(GenerationFields):
             for part_type in filter(None, map(hidden_type, parts if isinstance(parts, list) else ())):
                 pass_over(f"messages.content.{part_type}")
         values = {name: value for name in TEXT_OPTIONS if (value := getattr(self, name)) is not None}
+        if isinstance(self.think, str):
+            values.setdefault("reasoning_effort", self.think)
         if is_thinking_off:
             values["chat_template_kwargs"] = {SWITCHES[0]: False, **(self.chat_template_kwargs or {})}
         hosted = [kind for tool in self.tools or () if (kind := hosted_type(tool)) is not None]
@@ -190,7 +205,7 @@ def chat_completion(body: ChatRequest, generation: Generation, outputs: Outputs)
 
 
 def _choice(body: ChatRequest, outputs: Outputs, index: int) -> dict[str, Any]:
-    message = message_of(outputs, index)
+    message = _with_reasoning(body, message_of(outputs, index))
     has_calls = bool(message.get("tool_calls")) and not body.names_function
     choice = {
         "index": index,
@@ -202,6 +217,15 @@ def _choice(body: ChatRequest, outputs: Outputs, index: int) -> dict[str, Any]:
     if "token_ids" in outputs:
         choice["token_ids"] = json_output(outputs, "token_ids", index)
     return choice
+
+
+def _with_reasoning(body: ChatRequest, message: dict[str, Any]) -> dict[str, Any]:
+    """A message or a delta with its reasoning under both names that clients read, or without it."""
+    if "reasoning_content" not in message:
+        return message
+    if body.include_reasoning is False:
+        return {name: value for name, value in message.items() if name != "reasoning_content"}
+    return {**message, "reasoning": message["reasoning_content"]}
 
 
 async def stream_chat(gateway: Gateway, body: ChatRequest, generation: Generation) -> AsyncGenerator[bytes]:
@@ -249,14 +273,19 @@ class _ChatStream:
 
     def chunks(self, outputs: Outputs, *, is_first: bool) -> bytes:
         """The chunks of a response: the role, if it is the first one, new text, and the end, if it is the last one."""
-        self._tokens.read(outputs)
         roles = self._role(outputs) if is_first else b""
-        data = self._chunk(delta) if (delta := delta_of(outputs, self._index)) else b""
+        self._tokens.read(outputs)
+        delta = delta_of(outputs, self._index)
+        if '"reasoning_content"' in delta:
+            rest = _with_reasoning(self._body, json.loads(delta))
+            delta = json.dumps(rest, ensure_ascii=False) if rest else ""
+        data = self._chunk(delta) if delta else b""
         return roles + data + (self._end(outputs) if "finish_reason" in outputs else b"")
 
     def _role(self, outputs: Outputs) -> bytes:
         delta = {"role": "assistant", "content": ""}
         choice = {"index": self._index, "delta": delta, "finish_reason": None}
+        self._tokens.num_prompt_tokens = outputs.get("num_input_tokens", [0] * (self._index + 1))[self._index]
         begins = self._body.return_token_ids and "prompt_token_ids" in outputs and self._index == 0
         prompt_ids = {"prompt_token_ids": json_output(outputs, "prompt_token_ids", 0)} if begins else {}
         return self._event(choice, **prompt_ids)

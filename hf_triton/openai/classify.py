@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, ClassVar, Final
 
 import annotated_types
 from fastapi import APIRouter, Request
@@ -25,6 +25,8 @@ OUTPUTS: Final = ("label", SCORE, ALL_SCORES)
 
 class ClassifyRequest(EncoderFields):
     """vLLM's fields."""
+
+    task_of_model: ClassVar[str | None] = CLASSIFICATION
 
     input: str | Texts | TokenIds | TokenLists | Parts
     """A text, token ids, an image, or a list of them. An image is a data URI, or OpenAI's part `image_url` with one."""

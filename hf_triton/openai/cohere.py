@@ -6,7 +6,7 @@ from __future__ import annotations
 import base64
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 import annotated_types
 import numpy as np
@@ -44,6 +44,8 @@ class _Input(Fields):
 
 class EmbedRequest(EncoderFields):
     """Cohere's fields."""
+
+    task_of_model: ClassVar[str | None] = EMBEDDINGS
 
     texts: Texts | None = None
     """The texts."""

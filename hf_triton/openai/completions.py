@@ -194,8 +194,8 @@ def _head(generation: Generation) -> dict[str, Any]:
 
 def _sum(usages: Sequence[dict[str, Any]]) -> dict[str, Any]:
     prompts, completions = (sum(each[name] for each in usages) for name in ("prompt_tokens", "completion_tokens"))
-    cached = sum(each.get("prompt_tokens_details", {}).get("cached_tokens", 0) for each in usages)
-    return usage(prompts, completions, cached)
+    known = [each["prompt_tokens_details"]["cached_tokens"] for each in usages if "prompt_tokens_details" in each]
+    return usage(prompts, completions, sum(known) if known else None)
 
 
 async def _stream(gateway: Gateway, body: CompletionRequest, answers: Sequence[_Answer]) -> AsyncGenerator[bytes]:

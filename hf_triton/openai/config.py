@@ -154,6 +154,10 @@ class GatewayConfig(TritonAddress):
     shutdown_timeout_s: Seconds = 30.0
     """Time for requests in flight after SIGTERM, in seconds; those that take longer get 503."""
 
+    default_model: str | None = None
+    """The model of requests that name none, where several do what the endpoint is for. By default such requests are
+    refused; where one model does, they mean it."""
+
     on_demand: bool = False
     """Load models when they are asked for, and unload idle ones. A Triton that `hf-triton serve` has not started must
     run with --model-control-mode=explicit."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import base64
 import struct
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import annotated_types
 from fastapi import APIRouter, Request
@@ -25,6 +25,8 @@ router = APIRouter(route_class=ImageRoute)
 
 class EmbeddingRequest(EncoderFields):
     """OpenAI's fields, and some of the model's own."""
+
+    task_of_model: ClassVar[str | None] = EMBEDDINGS
 
     input: str | Texts | TokenIds | TokenLists | Parts | None = None
     """A text, token ids, or a list of them. Of models with vectors of images, the list may hold OpenAI's parts

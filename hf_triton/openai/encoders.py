@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, ClassVar, Final
 
 import annotated_types
 from fastapi import Request
@@ -33,11 +33,16 @@ TEXT_CODES: Final = ("invalid_input", "context_length_exceeded")
 class EncoderFields(Fields):
     """The fields that all requests to encoders share."""
 
+    is_open: ClassVar[bool] = True
+
     model: Annotated[str, annotated_types.MinLen(1)]
-    """One of `/v1/models`."""
+    """One of `/v1/models`; by default the only one of its task, or `--default-model`."""
 
     truncate: bool | None = None
     """Whether a text that is longer than the model's context is cut at its end; otherwise it is refused."""
+
+    truncate_prompt_tokens: Annotated[int, annotated_types.Ge(-1), annotated_types.Le(-1)] | None = None
+    """vLLM's form of `truncate`: -1."""
 
     lora_name: str | None = None
     """Name of a LoRA adapter of the model. By default the one behind a colon in `model`, if there is one."""
@@ -70,7 +75,11 @@ async def encode(
     gateway, names = gateway_of(request), names or {}
     count = max(map(len, texts.values()))
     adapter = adapter_name(body.model, body.lora_name) or body.lora_name
-    given = {**(parameters or {}), "truncate": body.truncate, LORA_NAME: adapter}
+    given = {
+        **(parameters or {}),
+        "truncate": True if body.truncate_prompt_tokens == -1 else body.truncate,
+        LORA_NAME: adapter,
+    }
 
     async def run() -> Outputs:
         folder = await gateway.models.folder(body.model, task=task)

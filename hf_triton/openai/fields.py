@@ -6,9 +6,12 @@ Sampling fields take their types and ranges from `GenerationParameters`: nothing
 
 from __future__ import annotations
 
+import difflib
+import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, get_args
 
 import annotated_types
 from pydantic import (
@@ -27,10 +30,11 @@ from hf_triton.errors import clip
 from hf_triton.openai.bodies import MAX_VALUES
 from hf_triton.openai.errors import ApiError, named_field, unknown_field
 from hf_triton.openai.hints import pass_over
+from hf_triton.openai.triton_messages import TEXT_GENERATION
 from hf_triton.protocol.chat import MAX_MESSAGES, MAX_TOOLS
 from hf_triton.protocol.dialects import BEAM_SEARCH
 from hf_triton.protocol.parameters import MAX_STOP_STRINGS, WARPERS, GenerationParameters
-from hf_triton.protocol.validation import problems
+from hf_triton.protocol.validation import MAX_NAME, problems
 
 CONFIG: Final = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
@@ -107,6 +111,23 @@ else:
     SamplingFields = sampling_fields("SamplingFields", SAMPLING)
 
 
+ALIASES: Final[Mapping[str, str]] = {
+    "repeat_penalty": "repetition_penalty",
+    "num_predict": "max_tokens",
+    "n_predict": "max_tokens",
+    "regex": "guided_regex",
+    "ebnf": "guided_grammar",
+    "json_schema": "guided_json",
+}
+"""Names of Ollama, llama.cpp and SGLang for our fields, where the body has those and not the field itself."""
+OWN_NAMES: Final[Mapping[str, str]] = {own: name for name, own in SAMPLING.items() if name != "max_completion_tokens"}
+"""The fields of parameters that have transformers' names."""
+GENERATION_CONFIG: Final = "generation_config"
+"""What `transformers chat` sends: what to generate with, as the folder's file of this name has it."""
+AS_ABSENT: Final[Mapping[str, object]] = {"seed": -1, "num_predict": -1, "n_predict": -1, "max_tokens": -1}
+"""Values of numbers that mean what leaving the field out means."""
+MIN_LIKENESS: Final = 0.8
+"""An unknown field this like a known one is a slip of the pen."""
 NOTHING: Final[tuple[object, ...]] = (None, [], {})
 """Values that ask for nothing, in any field without which a request is whole."""
 
@@ -148,6 +169,7 @@ IGNORED: Final[Mapping[str, Ignored]] = {
     **dict.fromkeys(("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"), HINT),
     **dict.fromkeys(("prompt_cache_options", "cache_prompt", "prediction", "web_search_options"), HINT),
     "service_tier": ONE_TIER,
+    "modality": Ignored(("text",), "is text here"),
     "verbosity": Ignored(("medium",), is_hint=True),
     "guided_decoding_backend": Ignored(("auto",), is_hint=True),
     "store": Ignored((False,), "keeps completions, and this server keeps none"),
@@ -158,10 +180,11 @@ IGNORED: Final[Mapping[str, Ignored]] = {
     "suffix": Ignored(("",), "asks for text between prompt and suffix, which these models do not write"),
     "skip_special_tokens": Ignored((True,), "is always true"),
     "spaces_between_special_tokens": Ignored((True,), "is always true"),
-    "include_reasoning": Ignored((True,), "is always true"),
     "return_tokens_as_token_ids": Ignored((False,), "is always false"),
     **dict.fromkeys(("chat_template", "chat_template_content_format"), Ignored(("auto",), "is the server's own")),
     **dict.fromkeys(("documents", "mm_processor_kwargs", "kv_transfer_params"), Ignored()),
+    **dict.fromkeys(("return_hidden_states", "no_stop_trim", "return_routed_experts"), Ignored((False,))),
+    **dict.fromkeys(("separate_reasoning", "stream_reasoning"), Ignored((True,), "is always true")),
     **dict.fromkeys(("logits_processors", "allowed_token_ids", "vllm_xargs", "guided_whitespace_pattern"), Ignored()),
 }
 """Fields of OpenAI's API and of other servers. Hints are passed over; others, if they ask for nothing."""
@@ -193,6 +216,18 @@ class Fields(BaseModel):
 
     model_config = CONFIG
     ignored: ClassVar[Mapping[str, Ignored]] = IGNORED
+    task_of_model: ClassVar[str | None] = None
+    """What the model must do that a body means which names none; None: it must name one."""
+    is_open: ClassVar[bool] = False
+    """Whether an unknown field is passed over: a whole body's, since new clients and those of other servers send fields
+    that change nothing here. One that is near a known one, or means something at another endpoint, is refused."""
+    _everywhere: ClassVar[set[str]] = set(GenerationParameters.model_fields)
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: object) -> None:
+        """Note the fields of a whole body."""
+        if cls.is_open:
+            cls._everywhere.update(cls.model_fields)
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -205,14 +240,17 @@ class Fields(BaseModel):
     def _check(cls, values: Any, validate: ValidatorFunctionWrapHandler) -> Any:
         if not isinstance(values, dict):
             return validate(values)  # refused: it must be an object
-        known = {}
-        for name, value in values.items():
+        if cls.is_open and values.get(GENERATION_CONFIG) is not None:
+            values = _with_generation_config(values)
+        known: dict[str, Any] = {}
+        for given, value in values.items():
+            name = cls._own_name(given, values)
             if name in cls.model_fields:
-                if value is not None:
-                    known[name] = value
+                if value is not None and not (type(value) is int and AS_ABSENT.get(given) == value):
+                    known[name] = _whole(value) if name in cls.whole_numbers() else value
             elif name in cls.ignored:
                 cls.ignored[name].check(name, value)
-            elif value in NOTHING:
+            elif value in NOTHING or (cls.is_open and not cls._is_slip(name)):
                 pass_over(name)
             else:
                 raise unknown_field(name, cls.model_fields)
@@ -224,12 +262,61 @@ class Fields(BaseModel):
             code = "missing_required_parameter" if problem.sentence.endswith("is required") else "invalid_parameter"
             raise ApiError(400, problem.sentence, param=param, code=code) from None
 
+    @classmethod
+    def _own_name(cls, name: str, values: Mapping[str, object]) -> str:
+        """The field that a name means."""
+        own = ALIASES.get(name, name)
+        return own if own in cls.model_fields and name not in cls.model_fields and values.get(own) is None else name
+
+    @classmethod
+    def _is_slip(cls, name: str) -> bool:
+        """Whether a name that is no field was meant to be one."""
+        near = difflib.get_close_matches(name[:MAX_NAME], cls.model_fields, n=1, cutoff=MIN_LIKENESS)
+        return bool(near) or name in cls._everywhere
+
+    @classmethod
+    @cache
+    def whole_numbers(cls) -> frozenset[str]:
+        """The fields that take whole numbers, or lists of them, and no others."""
+        kinds = {name: _kinds(field.annotation) for name, field in cls.model_fields.items()}
+        return frozenset(name for name, kind in kinds.items() if int in kind and float not in kind)
+
+
+def _with_generation_config(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields, and behind them those of transformers' `generation_config`, an object or its JSON text."""
+    given = values[GENERATION_CONFIG]
+    try:
+        config = json.loads(given) if isinstance(given, str) else given
+    except ValueError:
+        config = None
+    if not isinstance(config, dict):
+        message = f"{GENERATION_CONFIG} must be a JSON object, or its text, got {clip(given)}"
+        raise ApiError(400, message, param=GENERATION_CONFIG, code="invalid_parameter")
+    fields = {OWN_NAMES[name]: value for name, value in config.items() if name in OWN_NAMES}
+    return {**fields, **{name: value for name, value in values.items() if name != GENERATION_CONFIG}}
+
+
+def _kinds(annotation: object) -> set[object]:
+    """The types that an annotation is made of."""
+    parts = get_args(annotation)
+    return {annotation}.union(*map(_kinds, parts)) if parts else {annotation}
+
+
+def _whole(value: Any) -> Any:
+    """Numbers such as 3.0 as whole ones: JSON has one kind of number, and some clients write all of them so."""
+    if isinstance(value, list):
+        return [_whole(each) for each in value] if any(type(each) in (float, list) for each in value) else value
+    return int(value) if type(value) is float and value.is_integer() else value
+
 
 class GenerationFields(Fields, SamplingFields):
     """The fields that chats and completions share."""
 
+    is_open: ClassVar[bool] = True
+    task_of_model: ClassVar[str | None] = TEXT_GENERATION
+
     model: Annotated[str, annotated_types.MinLen(1)]
-    """One of `/v1/models`."""
+    """One of `/v1/models`; by default the only one of its task, or `--default-model`."""
 
     stream: bool | None = None
     """Whether to send the response in pieces, as server-sent events."""

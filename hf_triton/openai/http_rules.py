@@ -14,6 +14,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hf_triton.openai.errors import gateway_stops
 
+WITHOUT_V1: Final = ("/chat/completions", "/completions", "/embeddings", "/models", "/responses")
+"""What llama.cpp and infinity serve with and without /v1: a client's base URL may lack it."""
+KSERVE: Final = "/openai/v1"
+"""What KServe's servers have in place of /v1."""
 LINGER_S: Final = 5.0
 """How long the rest of a request is taken that is answered before it has arrived: it holds a place at a proxy."""
 
@@ -29,6 +33,9 @@ class HttpRules:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if (path := scope["path"].removeprefix(KSERVE)) in WITHOUT_V1 or path != scope["path"]:
+            path = f"/v1{path}"
+            scope.update(path=path, raw_path=path.encode())
         if _is_last(scope):
             receive, send = _draining(receive, send)
         await self._serve_to_the_end(scope, receive, send)

@@ -14,7 +14,7 @@ from fastapi.responses import Response
 
 from hf_triton.errors import clip
 from hf_triton.openai.agents import ANY, AgentRequest, function_tool, has_calls, named_event, stream_steps
-from hf_triton.openai.answers import finish_reason_of, message_of, stop_reason_of, usage_of
+from hf_triton.openai.answers import COUNTS, finish_reason_of, message_of, stop_reason_of
 from hf_triton.openai.blocks import Blocks, Step, blocks_of
 from hf_triton.openai.bodies import JsonRoute, beside_loop, json_response
 from hf_triton.openai.conversation import Conversation, parse_at
@@ -195,7 +195,7 @@ def _message(generation: Generation, outputs: Outputs) -> dict[str, Any]:
     """Anthropic's `message`."""
     blocks = blocks_of(message_of(outputs, 0))
     ending = {**_ending(outputs, calls_tools=has_calls(blocks)), "usage": _usage(outputs)}
-    return _head(generation) | {"content": [content_block(block) for block in blocks]} | ending
+    return _head(generation, outputs) | {"content": [content_block(block) for block in blocks]} | ending
 
 
 @router.post("/v1/messages/count_tokens", responses=ANTHROPIC_RESPONSES)
@@ -211,7 +211,7 @@ async def count_tokens(body: CountRequest, request: Request) -> dict[str, int]:
     return {"input_tokens": outputs["num_input_tokens"][0]}
 
 
-def _head(generation: Generation, num_input_tokens: int = 0) -> dict[str, Any]:
+def _head(generation: Generation, outputs: Outputs) -> dict[str, Any]:
     """Anthropic's `message` before its first block."""
     return {
         "id": f"msg_{generation.request_id}",
@@ -221,7 +221,7 @@ def _head(generation: Generation, num_input_tokens: int = 0) -> dict[str, Any]:
         "content": [],
         "stop_reason": None,
         "stop_sequence": None,
-        "usage": _counts(num_input_tokens, 0),
+        "usage": _usage({**outputs, "num_output_tokens": [0]}),
     }
 
 
@@ -235,15 +235,12 @@ def _ending(outputs: Outputs, *, calls_tools: bool) -> dict[str, Any]:
 
 
 def _usage(outputs: Outputs) -> dict[str, int]:
-    usage = usage_of(outputs)
-    return _counts(usage["prompt_tokens"], usage["completion_tokens"])
-
-
-def _counts(num_input_tokens: int, num_output_tokens: int) -> dict[str, int]:
+    """Anthropic's counts, in which `input_tokens` are those that were not cached."""
+    [num_input_tokens], [num_cached_tokens], [num_output_tokens] = (outputs.get(name, [0]) for name in COUNTS)
     return {
-        "input_tokens": num_input_tokens,
+        "input_tokens": num_input_tokens - num_cached_tokens,
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": 0,
+        "cache_read_input_tokens": num_cached_tokens,
         "output_tokens": num_output_tokens,
     }
 
@@ -255,8 +252,7 @@ async def _stream(gateway: Gateway, generation: Generation) -> AsyncGenerator[by
         async for steps, outputs in responses:
             if not has_started:
                 has_started = True
-                [num_input_tokens] = outputs.get("num_input_tokens", [0])
-                yield named_event("message_start", {"message": _head(generation, num_input_tokens)})
+                yield named_event("message_start", {"message": _head(generation, outputs)})
             if steps:
                 yield b"".join(map(_event, steps))
             if "finish_reason" in outputs:

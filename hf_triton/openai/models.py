@@ -1,18 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`GET /v1/models` and `/v1/models/{id}`."""
+"""`GET /v1/models` and `/v1/models/{id}`, and `POST /load_model`."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from fastapi import APIRouter, Request
+from fastapi.responses import Response
 
 from hf_triton.openai.accounts import check_model
+from hf_triton.openai.bodies import JsonRoute
+from hf_triton.openai.fields import Fields
 from hf_triton.openai.gateway import gateway_of
+from hf_triton.openai.sse import RESPONSES, event
 from hf_triton.openai.triton import Model
 from hf_triton.openai.triton_messages import ADAPTER_MARK
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
+
+
+class LoadRequest(Fields):
+    """The body of `/load_model`."""
+
+    model: str
+    """One of `/v1/models`."""
 
 
 @router.get("/v1/models")
@@ -32,6 +43,19 @@ async def retrieve_model(model: str, request: Request) -> dict[str, Any]:
             if described["id"] == model:
                 return described
     raise await models.missing(model)
+
+
+@router.post("/load_model", responses=RESPONSES)
+async def load_model(body: LoadRequest, request: Request) -> Response:
+    """Say whether a model is served, as `transformers chat` asks before it begins; it is loaded when it is asked."""
+    check_model(body.model)
+    models = gateway_of(request).models
+    if any(body.model == served.name for served in await models.models()):
+        told = {"status": "ready", "model": body.model, "cached": True}
+    else:
+        missing = await models.missing(body.model)
+        told = {"status": "error", "model": body.model, "message": missing.message}
+    return Response(event(told), media_type="text/event-stream")
 
 
 def _describe(model: Model) -> list[dict[str, Any]]:

@@ -72,8 +72,9 @@ class _AdditionalTools(Fields):
 
 
 def items_of(value: str | list[Any]) -> tuple[Any, ...]:
-    """The items of an input."""
-    return ({"role": "user", "content": value},) if isinstance(value, str) else tuple(value)
+    """The items of an input; a text, or a list of parts, is a user's message."""
+    is_parts = isinstance(value, list) and value and all(_kind(item) in ("input_text", "input_image") for item in value)
+    return ({"role": "user", "content": value},) if isinstance(value, str) or is_parts else tuple(value)
 
 
 def served_items(items: Sequence[Any]) -> tuple[Any, ...]:

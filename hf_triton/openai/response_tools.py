@@ -112,7 +112,8 @@ class ResponseTools:
             made = {"name": custom.name, **{name: value for name, value in given.items() if value is not None}}
             self._add(place, {"type": "custom", "custom": made}, namespace)
         elif kind == "function" or not isinstance(kind, str):
-            function = parse_at(_Function, place, tool)
+            nested = tool.get("function") if isinstance(tool, dict) else None  # as chats have it
+            function = parse_at(_Function, place, nested if isinstance(nested, dict) else tool)
             self._add(place, function_tool(function.name, function.description, function.parameters), namespace)
         else:  # one that the client expects the server to have
             pass_over(f"{place}.{kind}")

@@ -22,7 +22,7 @@ from hf_triton.openai.bodies import MAX_JSON_BYTES, JsonRoute, beside, json_resp
 from hf_triton.openai.conversation import Conversation, parse_at
 from hf_triton.openai.disconnect import run_while_connected
 from hf_triton.openai.errors import ApiError
-from hf_triton.openai.fields import HINT, MAX_TOP_LOGPROBS, ONE_TIER, Fields, Ignored
+from hf_triton.openai.fields import HINT, MAX_TOP_LOGPROBS, ONE_TIER, Fields, Ignored, StopStrings
 from hf_triton.openai.gateway import Gateway, gateway_of, request_id_of
 from hf_triton.openai.hints import pass_over
 from hf_triton.openai.response_events import ResponseEvents
@@ -80,7 +80,7 @@ class ResponsesRequest(AgentRequest):
     """The body of `/v1/responses`."""
 
     ignored: ClassVar[Mapping[str, Ignored]] = {
-        **dict.fromkeys(("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"), HINT),
+        **dict.fromkeys(("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"), HINT),
         **dict.fromkeys(("prompt_cache_options", "client_metadata", "max_tool_calls", "stream_options"), HINT),
         "conversation": Ignored(reason=f"{STATELESS} (previous_response_id)"),
         "prompt": Ignored(reason="names a stored prompt, and this server keeps none"),
@@ -99,6 +99,12 @@ class ResponsesRequest(AgentRequest):
     store: bool | None = None
     """Whether the response is kept, for `previous_response_id` and `GET /v1/responses/ID`. By default it is, unless the
     gateway keeps none."""
+
+    metadata: dict[str, Any] | None = None
+    """Comes back with the response."""
+
+    stop: str | StopStrings | None = None
+    """Up to 16 strings; generation stops before the first of them."""
 
     instructions: str | None = None
     """The system message, in front of `input`."""
@@ -149,6 +155,7 @@ class ResponsesRequest(AgentRequest):
             "tool_choice": tools.choice(self.tool_choice),
             "parallel_tool_calls": self.parallel_tool_calls,
             "max_tokens": self.max_output_tokens,
+            "stop": self.stop or None,
             "response_format": _read_format(text.format),
             "reasoning_effort": reasoning.effort,
             "logprobs": has_logprobs or None,
@@ -336,7 +343,7 @@ def _head(
         "top_p": body.top_p,
         "truncation": "disabled",
         "usage": None,
-        "metadata": {},
+        "metadata": body.metadata or {},
     }
     try:
         json.dumps([head, own if is_kept else ()], ensure_ascii=False, allow_nan=False).encode()

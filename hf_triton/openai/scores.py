@@ -37,6 +37,8 @@ class _Document(Fields):
 class RerankRequest(EncoderFields):
     """Cohere's and Jina's fields."""
 
+    task_of_model: ClassVar[str | None] = RERANK
+
     query: Annotated[str, annotated_types.MinLen(1)]
     """What the documents are to answer."""
 
@@ -52,6 +54,8 @@ class RerankRequest(EncoderFields):
 
 class ScoreRequest(EncoderFields):
     """vLLM's fields: one of `PAIRS`."""
+
+    task_of_model: ClassVar[str | None] = RERANK
 
     text_1: str | Texts | None = None
     """One text, or as many as `text_2` has."""

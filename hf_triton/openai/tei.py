@@ -15,7 +15,6 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 
 from hf_triton import __version__
-from hf_triton.errors import clip
 from hf_triton.openai.bodies import JsonRoute, beside, beside_loop, json_response
 from hf_triton.openai.conversation import parse_at
 from hf_triton.openai.encoders import EncoderFields, encode, text_list, texts_or_tokens
@@ -145,29 +144,10 @@ async def _encode(
     **more: Any,
 ) -> Outputs:
     """As `encode`, with the only model of the task if the body names none."""
-    name = body.model or request.query_params.get("model") or (await _only_model(request, task)).name
+    gateway = gateway_of(request)
+    name = body.model or request.query_params.get("model")
+    name = name or (await gateway.models.only(task, gateway.config.default_model)).name
     return await encode(request, body.model_copy(update={"model": name}), task, texts, outputs, **more)
-
-
-async def _only_model(request: Request, task: str | None = None) -> Model:
-    """The only model of a task, or of all.
-
-    Raises:
-        ApiError: There is none, or there are several.
-    """
-    models = await gateway_of(request).models.models()
-    found = [model for model in models if task in (None, model.folder.task)]
-    found = found or [model for model in models if model.folder.task is None]  # never loaded on demand so far
-    if len(found) == 1:
-        return found[0]
-    names = ", ".join(clip(model.name) for model in found or models)
-    if task is not None and not found:
-        raise ApiError(
-            404, f"no model for {task} is served; there are {names or 'none'}", param="model", code="model_not_found"
-        )
-    what = f"{len(found)} models" + (f" for {task}" if task else "")
-    way = "in the field model" if request.method == "POST" else "by ?model=NAME"
-    raise ApiError(400, f"there are {what}: name one {way}; there are {names or 'none'}", param="model")
 
 
 @router.post("/", include_in_schema=False)
@@ -303,7 +283,7 @@ async def _ranks(request: Request, body: RankRequest, given: Sequence[str]) -> l
 async def info(request: Request, model: str | None = None) -> dict[str, Any]:
     """What the only model is, or the one that the query parameter `model` names."""
     gateway = gateway_of(request)
-    served = await _model(request, model) if model else await _only_model(request)
+    served = await _model(request, model) if model else await gateway.models.only(None, way="by ?model=NAME")
     about: dict[str, Any] = {"model_id": served.name, "version": __version__}
     about["max_concurrent_requests"] = gateway.config.max_concurrent_requests
     about["max_client_batch_size"] = MAX_TEXTS

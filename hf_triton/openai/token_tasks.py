@@ -8,7 +8,7 @@ both outputs of such a folder is taken as one that names none, and gets no count
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 import annotated_types
 from fastapi import APIRouter, Request
@@ -37,12 +37,16 @@ class _TextRequest(EncoderFields):
 class TokenClassificationRequest(_TextRequest):
     """The texts, and how tokens become entities."""
 
+    task_of_model: ClassVar[str | None] = TOKEN_CLASSIFICATION
+
     aggregation_strategy: Literal["none", "simple", "first", "average", "max"] | None = None
     """As in transformers' pipeline. `none` gives each token, and is the default."""
 
 
 class FillMaskRequest(_TextRequest):
     """The texts with mask tokens."""
+
+    task_of_model: ClassVar[str | None] = FILL_MASK
 
     top_k: Annotated[int, annotated_types.Ge(1), annotated_types.Le(MAX_FILLS)] | None = None
     """How many tokens to list for each mask, the likeliest first. By default 5."""

@@ -147,6 +147,31 @@ class TritonModels:
         await asyncio.shield(self._list())
         return self._folders
 
+    async def only(self, task: str | None, default: str | None = None, way: str = "in the field model") -> Model:
+        """The model of a request that names none: the default, or the only one of a task, or of all.
+
+        Args:
+            task: What it must do; None: anything.
+            default: Taken if it does, where several do.
+            way: How a request names a model.
+
+        Raises:
+            ApiError: There is none, or there are several.
+        """
+        models = await self.models()
+        found = [model for model in models if task in (None, model.folder.task)]
+        found = found or [model for model in models if model.folder.task is None]  # never loaded on demand so far
+        chosen = [model for model in found if model.name == default] or found
+        if len(chosen) == 1:
+            return chosen[0]
+        names = ", ".join(clip(model.name) for model in found or models)
+        if task is not None and not found:
+            message = f"no model for {task} is served; there are {names or 'none'}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        what = f"{len(found)} models" + (f" for {task}" if task else "")
+        message = f"model is required, as there are {what}: name one {way}; there are {names or 'none'}"
+        raise ApiError(400, message, param="model", code="missing_required_parameter")
+
     async def _model(self, name: str) -> Model:
         is_old = time.monotonic() - self._listed_s > MAX_AGE_S
         if name in self._models:

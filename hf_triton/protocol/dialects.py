@@ -47,7 +47,7 @@ NO_EFFECT: Final[Mapping[str, object]] = {
     "skip_special_tokens": True,
     "spaces_between_special_tokens": True,
     "detokenize": True,
-    "end_id": -1,
+    **dict.fromkeys(("end_id", "seed"), -1),
     **dict.fromkeys(("return_log_probs", "return_context_logits", "return_generation_logits"), False),
     **dict.fromkeys(("logits_processors", "allowed_token_ids", "extra_args")),
 }

@@ -176,9 +176,12 @@ def _find_source(inputs: Mapping[str, Array], parameters: Mapping[str, object]) 
 
 
 def _check_unconstrained(parameters: GenerationParameters) -> None:
-    """Refuse parameters that contradict a `tool_choice` which makes the model call a tool."""
+    """Refuse parameters that contradict a `tool_choice` which makes the model call a tool.
+
+    A `response_format` does not: it is for text, and there is none.
+    """
     grammar = parameters.grammar
-    also = parameters.end_parameter if grammar is None else grammar.parameter
+    also = parameters.end_parameter if grammar is None or grammar.parameter == "response_format" else grammar.parameter
     if also:
         raise RequestError(
             "invalid_parameter",

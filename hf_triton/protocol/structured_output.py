@@ -55,6 +55,10 @@ TENSORRT_GUIDES: Final[Mapping[str, str]] = {
 """The values of TensorRT-LLM's `guided_decoding_guide_type`, and what `guided_decoding_guide` is with them."""
 
 
+SCHEMA_PLACES: Final = ("schema", "value", "response_schema")
+"""Where other servers' forms of `response_format` have the schema."""
+
+
 def read_object(value: object, info: ValidationInfo) -> object:
     """Read a JSON object, possibly as a string; the type check refuses values that are none."""
     try:
@@ -74,8 +78,17 @@ def read_object(value: object, info: ValidationInfo) -> object:
 
 
 def check_response_format(value: dict[str, Any]) -> dict[str, Any]:
-    """Refuse a `response_format` that OpenAI's API does not define."""
+    """A `response_format` in OpenAI's form; a schema may stand where other servers' clients write it.
+
+    huggingface_hub and TGI write `{"type": "json", "value": {...}}` or `json_object` with it; llama.cpp, Together and
+    Fireworks `{"type": "json_object", "schema": {...}}`; LiteLLM `response_schema`; the Responses API and Anthropic's
+    `{"type": "json_schema", "schema": {...}}`.
+    """
     kind = value.get("type")
+    places = [name for name in SCHEMA_PLACES if isinstance(value.get(name), dict)]
+    if kind in ("json", "json_object", "json_schema") and len(places) == 1 and "json_schema" not in value:
+        _check_names(value, {"type", "name", "description", "strict", *places})
+        return {"type": "json_schema", "json_schema": {"schema": value[places[0]]}}
     if kind not in ("text", "json_object", "json_schema"):
         raise ValueError(
             f"response_format must be of type `text`, `json_object` or `json_schema`, got {clip(kind)}; for other "

@@ -32,12 +32,10 @@ def message(**fields: object) -> tuple[str, object]:
 
 
 FIELDS: dict[str, tuple[tuple[str, object], str | None, str]] = {
-    "unknown field": (chat(foo=1), "foo", "there is no field 'foo'"),
     "misspelt field": (chat(temprature=1), "temprature", "did you mean 'temperature'?"),
-    "unknown field of a completion": (completion(bar=1), "bar", "there is no field 'bar'"),
     "field of the other endpoint": (chat(prompt="a"), "prompt", "there is no field 'prompt'"),
-    "no model": ((CHAT, {"messages": HELLO}), "model", "model is required"),
-    "empty model": (chat(model=""), "model", "model must be a non-empty string"),
+    "no model": ((CHAT, {"messages": HELLO}), "model", "model is required, as there are "),
+    "empty model": (chat(model=""), "model", "model is required, as there are "),
     "model is a number": (chat(model=1), "model", "model must be a non-empty string, got 1"),
     "no messages": ((CHAT, {"model": "tiny"}), "messages", "messages is required"),
     "no prompt": ((COMPLETIONS, {"model": "tiny"}), "prompt", "prompt is required"),
@@ -62,7 +60,7 @@ FIELDS: dict[str, tuple[tuple[str, object], str | None, str]] = {
     "top_p is 0": (chat(top_p=0), "top_p", "top_p must be a number > 0 and <= 1, got 0"),
     "top_k is -2": (chat(top_k=-2), "top_k", "top_k must be an integer >= -1"),
     "min_p is 2": (chat(min_p=2), "min_p", "min_p must be"),
-    "max_tokens is negative": (chat(max_tokens=-1), "max_tokens", "max_tokens must be an integer >= 1"),
+    "max_tokens is negative": (chat(max_tokens=-2), "max_tokens", "max_tokens must be an integer >= 1"),
     "max_tokens is 0": (chat(max_tokens=0), "max_tokens", "max_tokens must be an integer >= 1"),
     "max_tokens is 0 without echo": (completion(max_tokens=0), "max_tokens", "0 with echo true"),
     "max_tokens is a fraction": (chat(max_tokens=1.5), "max_tokens", "got 1.5"),
@@ -74,7 +72,7 @@ FIELDS: dict[str, tuple[tuple[str, object], str | None, str]] = {
     "n without sampling": (chat(n=2, temperature=0), "n", "sampling"),
     "best_of below n": (completion(n=3, best_of=2, temperature=1), "best_of", "is less than n 3"),
     "best_of in a stream": (completion(model="decoupled", best_of=2, stream=True, temperature=1), "best_of", "best_of"),
-    "seed is negative": (chat(seed=-1), "seed", "seed must be an integer >= 0"),
+    "seed is negative": (chat(seed=-2), "seed", "seed must be an integer >= 0"),
     "penalty of 3": (chat(presence_penalty=3), "presence_penalty", ">= -2 and <= 2"),
     "stop is a number": (chat(stop=1), "stop", "stop must be a string or a JSON array"),
     "stop has a number": (chat(stop=["a", 1]), "stop", "stop[1] must be a string, got 1"),
@@ -191,8 +189,6 @@ FIELDS: dict[str, tuple[tuple[str, object], str | None, str]] = {
         "prompt",
         "either prompt or messages",
     ),
-    "long name of an unknown field": (chat(**{"x" * 100: 1}), None, "there is no field 'xxx"),
-    "name of no text": (chat(**{"\ud800": 1}), None, "there is no field"),
     "detokenize a token of no model": (
         ("/detokenize", {"model": "tiny", "tokens": [1, 2**70]}),
         "tokens",
@@ -271,7 +267,7 @@ def check(answer: httpx.Response, status: int, piece: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", FIELDS)
 def test_param_is_a_field_of_the_request(name: str) -> None:
     (_, body), param, piece = FIELDS[name]
-    assert param is None or has_field(body, param) or piece.endswith("is required")
+    assert param is None or has_field(body, param) or "is required" in piece
 
 
 @pytest.mark.parametrize("name", FIELDS)

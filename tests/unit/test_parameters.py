@@ -34,7 +34,7 @@ BORDERS: dict[str, tuple[list[object], list[object]]] = {
     "temperature": ([0, 0.7, 1, 100], [-0.1, 100.1, float("nan"), float("inf"), "1", True]),
     "top_p": ([1e-9, 1, 1.0], [0, 1.0001, -1, float("nan"), "1"]),
     "top_k": ([-1, 0, 1, 2**31 - 1], [-2, 2**31, 1.5, "1", True]),
-    "seed": ([0, 2**63 - 1], [-1, 2**63, 0.5, "1", True]),
+    "seed": ([0, 2**63 - 1], [-2, 2**63, 0.5, "1", True]),
     "repetition_penalty": ([0.01, 1, 100], [0, 0.009, 100.1, float("inf"), "1"]),
     "num_return_sequences": ([1, 64], [0, 65, 2.0, "2", True]),
     "num_beams": ([1, 32], [0, 33, 2.0, "2", True]),
@@ -62,7 +62,7 @@ BORDERS: dict[str, tuple[list[object], list[object]]] = {
             {},
             {"type": "xml"},
             {"type": ["json_object"]},
-            {"type": "json_object", "schema": {}},
+            {"type": "json_object", "schema": True},
             {"type": "json_schema"},
             {"type": "json_schema", "json_schema": {"schema": True}},
             {"type": "json_schema", "json_schema": {"schema": {}, "shema": {}}},
@@ -243,7 +243,7 @@ def test_an_unknown_name_is_shown_short_and_on_one_line() -> None:
 
 
 def test_all_mistakes_are_reported_at_once() -> None:
-    assert rejection(top_p=2, seed=-1).sentence.count(" must be ") == 2
+    assert rejection(top_p=2, seed=-2).sentence.count(" must be ") == 2
 
 
 @pytest.mark.parametrize(

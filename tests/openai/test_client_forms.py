@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What clients of other servers write: defaults written out, others' names and forms, requests without a model."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from hf_triton.openai.config import GatewayConfig
+from hf_triton.testing import TritonServer
+from tests.support.gateway import GatewayThread
+
+CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
+HELLO = [{"role": "user", "content": "Hello!"}]
+LEAST: dict[str, dict[str, Any]] = {
+    CHAT: {"model": "tiny", "messages": HELLO, "max_tokens": 3},
+    COMPLETIONS: {"model": "tiny", "prompt": "Hello", "max_tokens": 3},
+    RESPONSES: {"model": "tiny", "input": "Hello", "max_output_tokens": 16},
+    MESSAGES: {"model": "tiny", "messages": HELLO, "max_tokens": 3},
+}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
+
+AS_IF_ABSENT: dict[str, tuple[str, dict[str, Any]]] = {
+    "LMDeploy's client": (CHAT, {"logprobs": False, "top_logprobs": 0}),
+    "a seed of none": (CHAT, {"seed": -1}),
+    "a seed of none, of a completion": (COMPLETIONS, {"seed": -1}),
+    "SGLang's defaults": (CHAT, {"separate_reasoning": True, "return_hidden_states": False, "no_stop_trim": False}),
+    "whole numbers": (CHAT, {"max_tokens": 3.0, "top_k": 40.0, "n": 1.0}),
+    "whole token ids": (COMPLETIONS, {"prompt": [5.0, 6]}),
+    "Ollama's settings": (CHAT, {"num_ctx": 4096, "keep_alive": "5m", "repeat_last_n": 64, "repeat_penalty": 1.0}),
+    "no thinking": (CHAT, {"think": False}),
+    "a new field of Anthropic's": (MESSAGES, {"thread": {"type": "create"}}),
+    "OpenRouter's usage": (CHAT, {"usage": {"include": True}}),
+    "transformers chat": (CHAT, {"generation_config": json.dumps({"temperature": 0.0, "pad_token_id": 1})}),
+}
+
+
+def post(gateway: GatewayThread, path: str, **fields: object) -> httpx.Response:
+    return httpx.post(gateway.url + path, json={**LEAST[path], **fields}, timeout=60)
+
+
+@pytest.mark.parametrize("name", AS_IF_ABSENT)
+def test_what_asks_for_nothing_changes_nothing(gateway: GatewayThread, name: str) -> None:
+    path, fields = AS_IF_ABSENT[name]
+    assert post(gateway, path, **fields).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "name"), [(CHAT, "temprature"), (COMPLETIONS, "max_token"), (RESPONSES, "max_tokens"), (CHAT, "prompt")]
+)
+def test_a_slip_is_refused(gateway: GatewayThread, path: str, name: str) -> None:
+    answer = post(gateway, path, **{name: 1})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+
+
+def test_an_unknown_field_is_named(gateway: GatewayThread) -> None:
+    assert "num_ctx" in post(gateway, CHAT, num_ctx=512).headers["x-hf-triton-ignored"]
+
+
+FORMATS: dict[str, dict[str, Any]] = {
+    "huggingface_hub": {"response_format": {"type": "json_object", "value": SCHEMA}},
+    "TGI": {"response_format": {"type": "json", "value": SCHEMA}},
+    "llama.cpp": {"response_format": {"type": "json_object", "schema": SCHEMA}},
+    "the flat form": {"response_format": {"type": "json_schema", "schema": SCHEMA, "name": "a", "strict": True}},
+    "LiteLLM": {"response_format": {"type": "json_object", "response_schema": SCHEMA}},
+    "Ollama": {"format": SCHEMA},
+    "SGLang": {"regex": r'\{"a":(true|false)\}'},
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_schemas_in_every_form_constrain(gateway: GatewayThread, name: str) -> None:
+    answer = post(gateway, CHAT, max_tokens=40, **FORMATS[name]).json()
+    assert set(json.loads(answer["choices"][0]["message"]["content"])) == {"a"}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+def test_a_format_beside_a_forced_call_is_for_text(gateway: GatewayThread, choice: object) -> None:
+    format_of = {"type": "json_schema", "json_schema": {"name": "b", "schema": {"type": "object", "required": ["b"]}}}
+    answer = post(gateway, CHAT, tools=[TOOL], tool_choice=choice, response_format=format_of, max_tokens=60).json()
+    [call] = answer["choices"][0]["message"]["tool_calls"]
+    assert set(json.loads(call["function"]["arguments"])) == {"a"}
+
+
+# --- names of models --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def with_default(triton: TritonServer) -> Iterator[GatewayThread]:
+    config = GatewayConfig(triton=triton.grpc_url, port=0, default_model="tiny")
+    with GatewayThread(config) as running:
+        yield running
+
+
+@pytest.mark.parametrize("path", LEAST)
+@pytest.mark.parametrize("name", [None, "", "dummy", "tgi"])
+def test_a_request_without_a_model_means_the_default(with_default: GatewayThread, path: str, name: str | None) -> None:
+    answer = post(with_default, path, model=name)
+    assert (answer.status_code, answer.json()["model"]) == (200, "tiny")
+
+
+def test_without_a_default_a_model_must_be_named(gateway: GatewayThread) -> None:
+    answer = post(gateway, CHAT, model=None)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("model is required, as there are ")
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/openai/v1/chat/completions"])
+def test_paths_of_other_servers(gateway: GatewayThread, path: str) -> None:
+    assert httpx.post(gateway.url + path, json=LEAST[CHAT], timeout=60).status_code == 200
+    assert httpx.get(f"{gateway.url}/models").json()["data"]
+
+
+def test_transformers_chat_asks_whether_a_model_is_served(gateway: GatewayThread) -> None:
+    served = httpx.post(f"{gateway.url}/load_model", json={"model": "tiny"})
+    assert served.headers["content-type"].startswith("text/event-stream")
+    assert json.loads(served.text.removeprefix("data: ")) == {"status": "ready", "model": "tiny", "cached": True}
+    unknown = httpx.post(f"{gateway.url}/load_model", json={"model": "nobody"})
+    assert json.loads(unknown.text.removeprefix("data: "))["status"] == "error"
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+def test_cached_tokens_are_told_everywhere(gateway: GatewayThread) -> None:
+    text = "A prompt that is longer than one block of the prefix cache. " * 3
+    for _ in range(2):
+        usage = post(gateway, CHAT, messages=[{"role": "user", "content": text}]).json()["usage"]
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    assert cached > 0
+    counts = post(gateway, MESSAGES, messages=[{"role": "user", "content": text}]).json()["usage"]
+    assert counts["cache_read_input_tokens"] == cached
+    assert counts["input_tokens"] == usage["prompt_tokens"] - cached
+    assert post(gateway, CHAT, messages=HELLO).json()["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+
+
+def test_the_role_of_a_stream_counts_nothing(gateway: GatewayThread) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    lines = post(gateway, CHAT, model="demo", stream=True, stream_options=options).text.split("\n\n")
+    first = json.loads(lines[0].removeprefix("data: "))
+    assert first["choices"][0]["delta"]["role"] == "assistant"
+    assert first["usage"]["completion_tokens"] == 0
+    assert first["usage"]["prompt_tokens"] > 0
+
+
+def test_metadata_comes_back(gateway: GatewayThread) -> None:
+    assert post(gateway, RESPONSES, metadata={"a": "b"}).json()["metadata"] == {"a": "b"}
+
+
+def test_responses_take_parts_and_tools_as_chats_have_them(gateway: GatewayThread) -> None:
+    parts = [{"type": "input_text", "text": "Hello"}]
+    answer = post(gateway, RESPONSES, input=parts, tools=[TOOL], tool_choice="required", stop="x")
+    assert answer.status_code == 200, answer.text
