@@ -24,12 +24,18 @@ from __future__ import annotations
 import json
 import logging
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, Final, Literal
 
+from hf_triton.sentence import first_field, plain, text
+
 logger = logging.getLogger(__name__)
+
+ERROR_FORM: Final = "error_form"
+"""The request parameter that asks for errors as data, `code: {"sentence": ...}`, with the version below."""
+ERROR_FORM_VERSION: Final = 1
 
 TritonCode = Literal["INVALID_ARG", "UNAVAILABLE", "CANCELLED", "INTERNAL"]
 
@@ -94,14 +100,49 @@ CODES: dict[str, str] = {
 
 
 class HfTritonError(Exception):
-    """Base of all errors here; `str()` is the whole message, code included."""
+    """Base of all errors here; `str()` is the whole message, code included.
+
+    Args:
+        code: One of CODES.
+        sentence: What is wrong and what would do; fields, rows and remedies are open, see `hf_triton.sentence`.
+        field: The field at fault; by default the first one of the sentence.
+        sizes: Numbers that clients read: of what does not fit a context, `tokens` or `bytes`, `new_tokens`, `limit`.
+    """
 
     triton_code: ClassVar[TritonCode] = "INTERNAL"
 
-    def __init__(self, code: str, sentence: str) -> None:
-        super().__init__(f"{code}: {sentence}")
+    def __init__(
+        self, code: str, sentence: str, *, field: str | None = None, sizes: Mapping[str, int] | None = None
+    ) -> None:
+        super().__init__(f"{code}: {text(sentence)}")
         self.code = code
-        self.sentence = sentence
+        self.open_sentence = sentence
+        self.field = first_field(sentence) if field is None else field
+        self.sizes = dict(sizes or {})
+
+    @property
+    def sentence(self) -> str:
+        """The sentence in our own names."""
+        return text(self.open_sentence)
+
+    def to_json(self) -> str:
+        """The error as data, without its code; see `error_data`."""
+        return json.dumps({"sentence": self.open_sentence, "field": self.field, "sizes": self.sizes})
+
+
+def read_error_data(sentence: str) -> tuple[str, str | None, dict[str, int]]:
+    """What follows the code of an error: the open sentence, the field at fault and the sizes.
+
+    Args:
+        sentence: As `HfTritonError.to_json` writes it; or a sentence, of a process that does not know the form.
+    """
+    try:
+        match json.loads(sentence):
+            case {"sentence": str() as open_sentence, "field": str() | None as field, "sizes": dict() as sizes}:
+                return open_sentence, field, sizes
+    except (ValueError, RecursionError):
+        pass
+    return plain(sentence), None, {}
 
 
 class LoadError(HfTritonError):

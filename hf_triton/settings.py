@@ -437,7 +437,10 @@ def load_settings(
         if isinstance(settings, ModelSettings):
             parse_parameters(settings.generation_defaults)
     except ValidationError as error:
-        sentences = [_with_source(each.name, each.sentence, sources) for each in problems(settings_class, error)]
+        sentences = [
+            _with_source(each.name, each.sentence, sources, is_missing=each.is_missing)
+            for each in problems(settings_class, error)
+        ]
         raise SettingsError("; ".join(sentences)) from None
     except RequestError as error:
         sentence = error.sentence
@@ -447,11 +450,11 @@ def load_settings(
     return LoadedSettings(settings, sources)
 
 
-def _with_source(name: str, sentence: str, sources: Mapping[str, str]) -> str:
+def _with_source(name: str, sentence: str, sources: Mapping[str, str], *, is_missing: bool = False) -> str:
     source = sources.get(name, "default")
     if source != "default":
         return f"{sentence} (from {source})"
-    if name and sentence.endswith("is required"):
+    if is_missing:
         return f'{sentence}: add parameters {{ key: "{name}" value {{ string_value: "..." }} }} to config.pbtxt'
     return sentence
 

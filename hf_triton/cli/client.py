@@ -102,9 +102,9 @@ class Triton:
             status: gRPC's: `StatusCode.UNAVAILABLE`.
             details: The message, gRPC's or Triton's.
         """
-        from hf_triton.openai.triton import RESTRICTED
+        from hf_triton.openai.triton_words import says
 
-        if RESTRICTED in details:
+        if says(details, "restricted"):
             return ServerError("restricted", _restricted(details))
         if status.endswith("DEADLINE_EXCEEDED"):
             return self.unreachable("it did not answer in time")
@@ -134,8 +134,7 @@ class Triton:
             return self.unreachable("the connection was refused, or broke off")
         if error.code == "restricted":
             return ServerError("restricted", _restricted(error.message))
-        sentence = error.message.replace("the prompt row 0", "the prompt")  # a command sends one
-        return ServerError(error.code or "server_failed", sentence)
+        return ServerError(error.code or "server_failed", error.message)
 
     async def choose(self, models: TritonModels, name: str | None) -> Model:
         """The model of a name, or the only one that generates text.

@@ -167,6 +167,7 @@ def _read_stdin() -> str:
 
 
 async def _generate(triton: Triton, name: str | None, prompt: str, sampling: Sampling, as_json: bool) -> None:
+    from hf_triton.openai.client_names import ClientNames
     from hf_triton.openai.errors import ApiError
     from hf_triton.openai.triton_messages import Generation
 
@@ -174,7 +175,7 @@ async def _generate(triton: Triton, name: str | None, prompt: str, sampling: Sam
     parameters, options = split_parameters({**sampling.values, "exclude_input_in_output": True})
     try:
         model = await triton.choose(models, name)
-        names = sampling.typed_names
+        names = ClientNames(sampling.typed_names, rows=())
         generation = Generation(model.name, uuid.uuid4().hex, parameters, options, prompts=[prompt], names=names)
         if as_json:
             _print_json(model.name, await models.generate(generation))

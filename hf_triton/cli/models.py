@@ -13,13 +13,11 @@ import click
 
 from hf_triton.cli.client import READY, Triton, complete_models, triton_options, unknown_model
 from hf_triton.errors import HfTritonError, ServerError
+from hf_triton.openai.triton_words import says
 from hf_triton.protocol.load_reasons import first_sentence
 from hf_triton.stream_door.model import SUFFIX
 
 POLL_S: Final = 0.2
-NOT_EXPLICIT: Final = "explicit"
-"""In Triton's sentence: explicit model load / unload is not allowed if polling is enabled."""
-UNREADABLE: Final = "failed to poll from model repository"
 TIMEOUT: Final = click.option(
     "--timeout", type=click.FloatRange(1), default=7200, show_default=True, help="Seconds to wait, downloads included."
 )
@@ -83,13 +81,13 @@ def _explicit(name: str) -> Iterator[None]:
     try:
         yield
     except HfTritonError as error:
-        if NOT_EXPLICIT in error.sentence and "not allowed" in error.sentence:
+        if says(error.sentence, "not_explicit"):
             raise ServerError(
                 "server_failed",
                 "this Triton loads and unloads no models by request: start it with `hf-triton serve REPOSITORY -- "
                 "--model-control-mode=explicit '--load-model=*'`, or a tritonserver of your own with these two flags",
             ) from None
-        if UNREADABLE in error.sentence:
+        if says(error.sentence, "unreadable"):
             raise ServerError(
                 "server_failed",
                 f"{name}: its config.pbtxt or folder cannot be read: `hf-triton check FOLDER` says why",

@@ -30,7 +30,11 @@ if TYPE_CHECKING:
     from hf_triton.openai.triton import Model, TritonModels
 
 RETURNS: Final = ("message", "finish_reason", "num_input_tokens", "num_output_tokens")
-TYPED_NAMES: Final = {"max_new_tokens": "max_tokens", "messages": "the conversation"}
+TYPED_NAMES: Final = {
+    "max_new_tokens": "max_tokens",
+    "messages": "the conversation",
+    "text_input": "it by `hf-triton generate`",
+}
 COMMANDS: Final[Mapping[str, str]] = {
     "/reset": "forget the conversation, as /clear does",
     "/system TEXT": "set the system prompt, and forget the conversation; without TEXT, none",
@@ -257,11 +261,13 @@ class Session:
     async def _deltas(self) -> AsyncGenerator[dict[str, Any]]:
         """The answer's message in pieces; in one if the model does not stream."""
         from hf_triton.openai.answers import delta_of, message_of
+        from hf_triton.openai.client_names import ClientNames
         from hf_triton.openai.triton_messages import Generation
 
         assert self._models is not None
         assert self._model is not None
         sampling, options = split_parameters(self._parameters)
+        names = ClientNames(TYPED_NAMES, rows=())
         generation = Generation(
             self._model.name,
             uuid.uuid4().hex,
@@ -269,7 +275,7 @@ class Session:
             options,
             messages=self._messages,
             returns=RETURNS,
-            names=TYPED_NAMES,
+            names=names,
         )
         self._stats = Stats(time.monotonic())
         if self._model.door is None:

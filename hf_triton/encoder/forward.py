@@ -206,6 +206,7 @@ class EncoderForward:
             return RequestError(
                 "context_exceeded",
                 f"the text has {len(each.ids)} tokens, and the model takes {self._max_positions}: shorten it",
+                sizes={"tokens": len(each.ids), "limit": self._max_positions},
             )
         if not 0 <= min(each.ids) <= max(each.ids) < self._num_ids:
             return RequestError("invalid_input", f"token ids must be in 0 to {self._num_ids - 1}")

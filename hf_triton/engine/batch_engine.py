@@ -30,6 +30,7 @@ from hf_triton.runner.probe import Sharing, asks_for
 from hf_triton.runner.reference import PLAIN
 from hf_triton.sampling.logprobs import token_logprobs
 from hf_triton.sampling.sampler import sample_tokens
+from hf_triton.sentence import param
 
 logger = logging.getLogger(__name__)
 
@@ -119,14 +120,15 @@ class BatchEngine(GenerationWorker):
         if num_beams > 1 and has_bare_state(self._model):
             return RequestError(
                 "invalid_parameter",
-                f"num_beams {num_beams} cannot be searched by this model, whose states transformers cannot reorder: "
-                "leave it out",
+                f"{param('num_beams')} {num_beams} cannot be searched by this model, whose states transformers cannot "
+                "reorder: leave it out",
             )
         if group.params.prompt_logprobs is None or not self._is_encoder_decoder:
             return None
         return RequestError(
             "invalid_parameter",
-            "prompt_logprobs needs a model that continues its prompt, and this one is an encoder-decoder: leave it out",
+            f"{param('prompt_logprobs')} needs a model that continues its prompt, and this one is an encoder-decoder: "
+            "leave it out",
         )
 
     # --- what shares a batch -----------------------------------------------------------------------------------------

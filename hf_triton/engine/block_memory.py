@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from hf_triton.engine.block_pool import BlockPool
 from hf_triton.errors import RequestError, UnavailableError
+from hf_triton.sentence import param
 
 if TYPE_CHECKING:
     from hf_triton.runner.budget import TokenBudget
@@ -91,11 +92,13 @@ class BlockMemory:
         most = min(self.pool.num_blocks * self.block_size + self._slot_tokens, self.budget.most)
         if needed <= most:
             return None
+        most_tokens = (most - self._slot_tokens) // self.block_size * self.block_size
         return RequestError(
             "memory_exceeded",
-            f"a prompt of {num_prompt} tokens and max_new_tokens {num_new} need {self.budget.words(needed)} of "
-            f"KV cache memory in blocks of {self.block_size} tokens, and there are {self.budget.words(most)} "
-            "(setting max_cache_tokens): ask for fewer tokens",
+            f"a prompt of {num_prompt} tokens and {param('max_new_tokens')} {num_new} need "
+            f"{self.budget.words(needed)} of KV cache memory in blocks of {self.block_size} tokens, and there are "
+            f"{self.budget.words(most)} (setting max_cache_tokens): ask for fewer tokens",
+            sizes={"tokens": num_prompt, "new_tokens": num_new, "limit": most_tokens},
         )
 
     def no_memory_error(self, num_tokens: int) -> UnavailableError:

@@ -27,6 +27,7 @@ from hf_triton.runner.gpu_memory import SEQUENCE_TOKENS, WHOLE_GPU, GpuPart
 from hf_triton.runner.model_runner import PACKED, ModelRunner, Way
 from hf_triton.runner.step import Step
 from hf_triton.sampling.draw import prepare_draws
+from hf_triton.sentence import param
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +147,7 @@ class ContinuousBatchingEngine(GenerationWorker):
         if num_beams > 1:
             return RequestError(
                 "invalid_parameter",
-                f"num_beams {num_beams} needs the batch engine, and this model runs in the continuous one: leave it "
-                "out, or set the folder's setting engine to batch",
+                f"{param('num_beams')} {num_beams} needs the batch engine, and this model runs in the continuous "
+                "one: leave it out, or set the folder's setting engine to batch",
             )
         return self.memory.admission_error(len(group.prompt_ids), group.params.max_new_tokens)

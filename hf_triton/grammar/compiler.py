@@ -26,6 +26,7 @@ from hf_triton.grammar.tokenizer import build_guidance_tokenizer
 from hf_triton.protocol.structured_output import Grammar
 from hf_triton.protocol.thinking import Thinking
 from hf_triton.sampling.params import SamplingParams
+from hf_triton.sentence import param, remedy
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +92,8 @@ class GrammarCompiler:
         """
         eos_ids = params.eos_ids or self._eos_ids
         if not eos_ids:
-            raise rejection(grammar, "needs a token that ends the text, and this model has none: say eos_token_id")
+            say = remedy(f": say {param('eos_token_id')}")
+            raise rejection(grammar, f"needs a token that ends the text, and this model has none{say}")
         guidance = self._guidance_tokenizer(grammar)
         if not self._is_compiled_in_time(grammar):
             raise rejection(
@@ -106,7 +108,7 @@ class GrammarCompiler:
                 raise rejection(grammar, "allows no text of the model's tokens: it contradicts itself, or is too large")
 
         def build_constraint() -> GrammarConstraint:
-            return GrammarConstraint(matcher.deep_copy(), text_bits, eos_bits, eos_ids, grammar.parameter)
+            return GrammarConstraint(matcher.deep_copy(), text_bits, eos_bits, eos_ids, grammar.about)
 
         return replace(params, eos_ids=eos_ids), build_constraint
 

@@ -18,6 +18,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from hf_triton.errors import RequestError
 from hf_triton.grammar.schema_checks import check_schema
 from hf_triton.protocol.structured_output import Grammar
+from hf_triton.sentence import plain
 
 LIMITS: Final = LLParserLimits(
     initial_lexer_fuel=100_000,  # 25 ms of compilation; (a{1000}){1000} takes a second by the library's own limit
@@ -41,20 +42,20 @@ def build_matcher(tokenizer: LLTokenizer, grammar: Grammar, limits: LLParserLimi
     try:
         source = _source(grammar)
     except ValueError as error:  # nested too deeply, or not enforced
-        raise rejection(grammar, f"cannot be read: {_reason(str(error))}") from None
+        raise rejection(grammar, f"cannot be read: {plain(_reason(str(error)))}") from None
     matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits)
     if not matcher.is_error():
         matcher.compute_bitmask()
     if matcher.get_error().startswith("NoExtension"):
         raise rejection(grammar, "allows no text at all")
     if matcher.is_error():
-        raise rejection(grammar, f"cannot be read: {_reason(matcher.get_error())}")
+        raise rejection(grammar, f"cannot be read: {plain(_reason(matcher.get_error()))}")
     return matcher
 
 
 def rejection(grammar: Grammar, sentence: str) -> RequestError:
     """The error of a grammar; the sentence follows the name of its parameter."""
-    return RequestError("invalid_parameter", f"{grammar.parameter} {sentence}")
+    return RequestError("invalid_parameter", f"{grammar.about} {sentence}")
 
 
 def _source(grammar: Grammar) -> str:

@@ -16,8 +16,9 @@ from hf_triton.openai.answers import delta_of
 from hf_triton.openai.blocks import Block, Blocks, Step
 from hf_triton.openai.bodies import beside, write_json
 from hf_triton.openai.chat import ChatRequest
+from hf_triton.openai.client_names import ClientNames
 from hf_triton.openai.conversation import Conversation
-from hf_triton.openai.errors import ApiError, in_names, named_field
+from hf_triton.openai.errors import ApiError
 from hf_triton.openai.fields import Fields, Ignored, sampling_fields
 from hf_triton.openai.gateway import Gateway
 from hf_triton.openai.triton_messages import TEXT_GENERATION, Generation, Outputs, size_of
@@ -59,7 +60,7 @@ class AgentRequest(Fields, AgentSampling):
     """Variables for the model's chat template."""
 
     def generation(
-        self, request_id: str, conversation: Conversation, names: Mapping[str, str], **chat: object
+        self, request_id: str, conversation: Conversation, names: Mapping[str, str | None], **chat: object
     ) -> Generation:
         """What to ask of Triton.
 
@@ -73,16 +74,13 @@ class AgentRequest(Fields, AgentSampling):
             ApiError: A field is invalid.
         """
         shared = {name: getattr(self, name) for name in SHARED}
-        fields = self.model_fields_set
+        own = ClientNames(names, type(self).model_fields, conversation.places)
         try:
             request = ChatRequest.model_validate({**shared, "messages": conversation.messages(), **chat})
             generation = request.generation(request_id)
         except ApiError as error:
-            sentence = in_names(error.message, names)
-            param = named_field(sentence, fields)
-            raise ApiError(error.status_code, sentence, param=param, code=error.code) from None
-        known = {own: names.get(name, name) for own, name in generation.names.items()}
-        return dataclasses.replace(generation, names={**known, **names}, fields=fields)
+            raise error.in_names(own) from None
+        return dataclasses.replace(generation, names=generation.names.under(own))
 
 
 def function_tool(name: str, description: str | None, parameters: dict[str, Any] | None) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from hf_triton.errors import clip
+from hf_triton.openai.client_names import ClientNames
 from hf_triton.openai.disconnect import run_while_connected
 from hf_triton.openai.errors import RESPONSES, ApiError
 from hf_triton.openai.fields import IGNORED, Fields, Ignored
@@ -225,8 +226,7 @@ async def _transcript(
         {AUDIO: [data]},
         [JSON_OUTPUT],
         {name: value for name, value in given.items() if value is not None},
-        NAMES,
-        {FILE, *body.model_fields_set},
+        ClientNames(NAMES, {FILE, *type(body).model_fields}),
     )
     try:
         async with asyncio.timeout(gateway.config.timeout_s):

@@ -26,6 +26,7 @@ from hf_triton.openai.answers import (
     usage_of,
 )
 from hf_triton.openai.bodies import JsonRoute, beside, beside_loop, json_response
+from hf_triton.openai.client_names import ELSEWHERE
 from hf_triton.openai.disconnect import run_while_connected
 from hf_triton.openai.errors import ApiError
 from hf_triton.openai.fields import MAX_TOP_LOGPROBS, GenerationFields, Messages, Tools
@@ -135,13 +136,7 @@ class ChatRequest(GenerationFields):
             options,
             messages=self.messages,
             returns=returns,
-            names={
-                **self._thinking_names(),
-                **self.client_names(),
-                "logprobs": "top_logprobs",
-                "text_input": "messages",
-            },
-            fields=self.model_fields_set,
+            names=self.client_names(**self._thinking_names(), logprobs="top_logprobs", text_input=ELSEWHERE),
         )
 
     def _thinking_names(self) -> dict[str, str]:

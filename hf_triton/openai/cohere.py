@@ -108,13 +108,14 @@ async def _encode(request: Request, body: EmbedRequest, texts: list[str]) -> Out
     prompts = PROMPTS[body.input_type] if body.input_type else (None,)
     for prompt in prompts:
         parameters = {"prompt_name": prompt, "dimensions": body.output_dimension, "normalize": True}
-        names = {"text": "texts" if body.inputs is None else "inputs", "dimensions": "output_dimension"}
+        names: dict[str, str | None] = {"text": "texts" if body.inputs is None else "inputs"}
+        names |= {"dimensions": "output_dimension", "truncate": None}  # which is not true or false here
         try:
             return await encode(
                 request, body, EMBEDDINGS, {"text": texts}, [EMBEDDING], parameters=parameters, names=names
             )
         except ApiError as error:
-            if prompt is None or not error.message.startswith("prompt_name"):
+            if prompt is None or error.field != "prompt_name":
                 raise
     raise AssertionError("the last try has no prompt")
 

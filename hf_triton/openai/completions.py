@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final
 
 import annotated_types
@@ -89,17 +89,19 @@ class CompletionRequest(GenerationFields):
         elif self.counts_continuously:
             returns = (*returns, "token_ids")
 
-        def generation(**prompt: Any) -> Generation:
-            names = {**self.client_names(), "text_input": "prompt", "prompt_token_ids": "prompt"}
-            fields = self.model_fields_set
-            return Generation(
-                self.model, request_id, sampling, options, returns=returns, names=names, fields=fields, **prompt
-            )
-
         texts, ids = self._prompts()
-        batch_size = max_batch_size or len(texts)
-        batches = [texts[start : start + batch_size] for start in range(0, len(texts), batch_size or 1)]
-        return [*(generation(prompts=batch) for batch in batches), *(generation(prompt_token_ids=one) for one in ids)]
+
+        def generation(first_row: int = 0, name: str = "prompt", **prompt: Any) -> Generation:
+            names = self.client_names(text_input=name, prompt_token_ids=name)
+            names = replace(names, rows=range(first_row, len(texts)))
+            return Generation(self.model, request_id, sampling, options, returns=returns, names=names, **prompt)
+
+        size = max_batch_size or len(texts) or 1
+        places = [f"prompt[{index}]" for index in range(len(ids))] if len(ids) > 1 else ["prompt"]
+        return [
+            *(generation(start, prompts=texts[start : start + size]) for start in range(0, len(texts), size)),
+            *(generation(name=place, prompt_token_ids=one) for place, one in zip(places, ids, strict=False)),
+        ]
 
     def _prompts(self) -> tuple[list[str], list[list[int]]]:
         """The prompts as texts or as token ids."""

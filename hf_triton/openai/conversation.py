@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from hf_triton.errors import clip
@@ -13,6 +11,7 @@ from hf_triton.openai.errors import ApiError
 from hf_triton.openai.fields import Fields
 from hf_triton.openai.hints import inside, pass_over
 from hf_triton.protocol import chat
+from hf_triton.sentence import begins_with_field, renamed
 
 Part = TypeVar("Part", bound=Fields)
 
@@ -35,8 +34,8 @@ def parse_at(model: type[Part], place: str, value: object) -> Part:
             return model.model_validate(value)
     except ApiError as error:
         param = f"{place}.{error.param}" if error.param else place
-        is_named = error.param is not None and error.message.startswith(error.param)
-        message = f"{place}.{error.message}" if is_named else f"{place}: {error.message}"
+        inner = renamed(error.open_message, lambda path: f"{place}.{path}")
+        message = inner if begins_with_field(inner) else f"{place}: {error.message}"
         raise ApiError(error.status_code, message, param=param, code=error.code) from None
 
 
@@ -92,38 +91,10 @@ class Conversation:
         """The messages as OpenAI's chats have them."""
         return [_joined(message) for message in self._messages]
 
-    @contextmanager
-    def placed_errors(self, field: str) -> Iterator[None]:
-        """Make errors about `field[2]`, the chat's message, name the place that it comes from.
-
-        Args:
-            field: What the client calls the messages.
-        """
-
-        def place(match: re.Match[str]) -> str:
-            index = int(match[1])
-            return self._places[index] if index < len(self._places) else field
-
-        def tool_place(match: re.Match[str]) -> str:
-            index = int(match[1])
-            return self.tool_places[index] if index < len(self.tool_places) else f"tools[{index}]"
-
-        def moved(text: str) -> str:
-            text = re.sub(rf"\b{field}\[(\d{{1,9}})\]", place, text)
-            return re.sub(r"\btools\[(\d{1,9})\](?:\.function|\.custom)?", tool_place, text)
-
-        try:
-            yield
-        except ApiError as error:
-            param = error.param and moved(error.param)
-            raise ApiError(error.status_code, moved(error.message), param=param, code=error.code) from None
-
-    async def placed_stream(self, field: str, events: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
-        """Events whose errors name places, as in `placed_errors`."""
-        with self.placed_errors(field):
-            async with aclosing(events):
-                async for data in events:
-                    yield data
+    @property
+    def places(self) -> Mapping[str, Sequence[str]]:
+        """By field of the chat, where each of its elements comes from."""
+        return {"messages": self._places, "tools": self.tool_places}
 
     def _message(self, role: str, place: str, *after: str) -> dict[str, Any]:
         """The last message if it is of this role and has none of the fields `after`, or else a new one."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-import re
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final
 
@@ -13,6 +13,7 @@ from fastapi import Request
 from pydantic_core import to_json
 
 from hf_triton.openai.bodies import beside
+from hf_triton.openai.client_names import ClientNames
 from hf_triton.openai.disconnect import run_while_connected
 from hf_triton.openai.errors import ApiError
 from hf_triton.openai.fields import Fields
@@ -26,8 +27,6 @@ BATCH_SIZE: Final = 128
 MAX_SIDE_BY_SIDE: Final = 2
 """Requests of one client to Triton at a time: the next one is there when a pass ends, and others get their turn."""
 NUM_TOKENS: Final = "num_input_tokens"
-TEXT_CODES: Final = ("invalid_input", "context_length_exceeded")
-"""Codes of errors about a text."""
 
 
 class EncoderFields(Fields):
@@ -56,7 +55,8 @@ async def encode(
     outputs: Sequence[str],
     *,
     parameters: Mapping[str, bool | int | str | None] | None = None,
-    names: Mapping[str, str] | None = None,
+    names: Mapping[str, str | None] | None = None,
+    places: Sequence[int] | None = None,
 ) -> Outputs:
     """The outputs for texts, one below the other, and the model's tokens of each text.
 
@@ -68,12 +68,15 @@ async def encode(
         outputs: Those of the task that are needed.
         parameters: Of the task; None is not sent.
         names: The client's names of the inputs.
+        places: The client's numbers of the texts; None: as they are counted.
 
     Raises:
         ApiError: The request is refused, the model has another task, or the client has left.
     """
-    gateway, names = gateway_of(request), names or {}
-    count = max(map(len, texts.values()))
+    gateway, longest = gateway_of(request), max(texts, key=lambda name: len(texts[name]))
+    count = len(texts[longest])
+    own = ClientNames(names or {}, type(body).model_fields)
+    own, rows = dataclasses.replace(own, subject=own.of(longest)), range(count) if places is None else places
     adapter = adapter_name(body.model, body.lora_name) or body.lora_name
     given = {
         **(parameters or {}),
@@ -92,9 +95,7 @@ async def encode(
                 {name: each if len(each) == 1 else each[start : start + size] for name, each in texts.items()},
                 (*outputs, NUM_TOKENS),
                 {name: value for name, value in given.items() if value is not None},
-                names,
-                body.model_fields_set,
-                first_row=start,
+                dataclasses.replace(own, rows=rows[start : start + size]),
             )
             for start in range(0, count, size)
         ]
@@ -133,25 +134,9 @@ async def _run_all(gateway: Gateway, parts: Sequence[TextRequest], num_side_by_s
 
     async def run(part: TextRequest) -> Outputs:
         async with free:
-            try:
-                return await gateway.models.generate(part)
-            except ApiError as error:
-                raise _in_client_words(error, part) from None
+            return await gateway.models.generate(part)
 
     return await all_results(map(run, parts))
-
-
-def _in_client_words(error: ApiError, part: TextRequest) -> ApiError:
-    """An error that counts rows from the client's first text, and names the field that holds the texts."""
-    sentence = re.sub(r"\brow (\d+)", lambda row: f"row {int(row[1]) + part.first_row}", error.message)
-    param = error.param or (_longest(part.texts, part.names) if error.code in TEXT_CODES else None)
-    return ApiError(error.status_code, sentence, type=error.type, param=param, code=error.code)
-
-
-def _longest(texts: Mapping[str, Sequence[object]], names: Mapping[str, str]) -> str:
-    """The client's name of the input with the most texts."""
-    name = max(texts, key=lambda name: len(texts[name]))
-    return names.get(name, name)
 
 
 def _joined(parts: Sequence[Outputs]) -> Outputs:

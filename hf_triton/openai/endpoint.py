@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+from hf_triton.openai import triton_words
 from hf_triton.openai.config import TLS_SCHEME, TritonAddress
 from hf_triton.openai.tls import read_certificates, read_chain
 from hf_triton.openai.triton_headers import read_headers
@@ -30,24 +30,6 @@ CHANNEL_OPTIONS: Final[tuple[tuple[str, Any], ...]] = (
 )
 RECONNECT_LIMIT_S: Final = 1.0
 """How long a call waits for the next attempt to connect; two attempts are at most half a second apart."""
-PROBLEMS: Final[Mapping[str, str]] = {
-    "DNS": "there is no such host",
-    "name resolution": "there is no such host",
-    "errors resolving": "there is no such host",
-    "certificate has expired": "its certificate has expired",
-    "certificate is not yet valid": "its certificate is not valid yet",
-    "Hostname Verification": "its certificate is for another name, which --triton-server-name may give",
-    "CERTIFICATE_VERIFY_FAILED": "its certificate is of no authority that is trusted: name one's with --triton-ca-file",
-    "WRONG_VERSION_NUMBER": "what listens there speaks no TLS",
-    "Handshake read failed": "what listens there speaks no TLS",
-    "TSI_PROTOCOL_FAILURE": "the TLS handshake failed",
-}
-"""What gRPC says of a connection that no waiting mends, and what that means; the first that is in it counts."""
-NO_GRPC: Final = re.compile("failed to connect.*(Socket closed|Connection reset|Broken pipe|http1.x)", re.DOTALL)
-NOT_PLAIN: Final = "what listens there speaks no gRPC: is it the HTTP port? For TLS, write grpcs://HOST:PORT"
-NOT_TAKEN: Final = (
-    "it ended the TLS handshake, as one does that wants a client certificate: --triton-cert-file and --triton-key-file"
-)
 
 
 @dataclass(frozen=True)
@@ -113,17 +95,11 @@ class Endpoint:
 
     def problem(self, details: str) -> str:
         """Why Triton cannot be reached, from gRPC's own sentence."""
-        broken = "the connection is refused" if "refused" in details else "the connection broke off"
-        return self.misfit(details) or broken
+        return triton_words.problem(details, has_tls=self.tls is not None)
 
     def misfit(self, details: str) -> str | None:
-        """Why it cannot be reached, if that is for someone to mend: a name, a certificate, another protocol."""
-        for sign, meaning in PROBLEMS.items():
-            if sign in details:
-                return meaning
-        if NO_GRPC.search(details):
-            return NOT_PLAIN if self.tls is None else NOT_TAKEN
-        return None
+        """Why it cannot be reached, if that is for someone to mend."""
+        return triton_words.misfit(details, has_tls=self.tls is not None)
 
 
 async def wait_for_attempt(channel: grpc.aio.Channel) -> None:

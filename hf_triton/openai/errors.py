@@ -10,9 +10,13 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from hf_triton.errors import CODES, clip
-from hf_triton.protocol.load_reasons import NOT_HEALTHY, first_sentence
+from hf_triton.errors import CODES, clip, read_error_data
+from hf_triton.openai.client_names import ClientNames
+from hf_triton.openai.triton_words import first_line, says
+from hf_triton.protocol.load_reasons import first_sentence
+from hf_triton.protocol.prompts import BYTES_PER_TOKEN
 from hf_triton.protocol.validation import suggest
+from hf_triton.sentence import text
 
 if TYPE_CHECKING:  # the commands read errors too, and need no FastAPI
     from fastapi import FastAPI, Request
@@ -32,6 +36,8 @@ STATUS: Final[Mapping[str, int]] = {
 """HTTP status by our code; others are 500."""
 OPENAI_CODES: Final[Mapping[str, str]] = {"context_exceeded": "context_length_exceeded"}
 """Codes that OpenAI's clients know by another name."""
+TEXT_CODES: Final = ("invalid_input", "context_exceeded")
+"""Codes of errors about a text."""
 TYPES: Final[Mapping[int, str]] = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 """OpenAI's type of error by status; INVALID below 500, otherwise `server_error`."""
 ANTHROPIC_TYPES: Final[Mapping[int, str]] = {
@@ -54,8 +60,6 @@ DEFAULT_CODES: Final[Mapping[int, str]] = {
     415: "unsupported_media_type",
 }
 """Codes of errors that have none of their own, by status; below 500, otherwise `internal`."""
-SHARED_MEMORY_FULL: Final = "Failed to increase the shared memory pool"
-"""Triton's own words for a request that does not fit `/dev/shm`."""
 RETRY_AFTER_S: Final = 1
 UNREADABLE: Final = "There was an error parsing the body"
 """FastAPI's own words for a body whose JSON it fails to read for another reason than its syntax."""
@@ -120,22 +124,9 @@ COHERE_RESPONSES: Final = _responses(CohereErrorBody)
 """Errors of Cohere's endpoints."""
 
 _CODED: Final = re.compile(rf"(?:^|[\s\]])({'|'.join(CODES)}): (.*)", re.DOTALL)
-_REQUEST_ID: Final = re.compile(r"^\[request id: [^]]*\] ")
 _REASON: Final = re.compile(r"(?:TritonModelException: )(?:[a-z_]+: )?([^\n]*)")
 _PATH: Final = re.compile(r"""'[.~]{0,2}/[^']+'|(?<![\w:/.~-])[.~]{0,2}/(?!v\d/)[^\s'",;:)`]+""")
 """A path with a name in it; `/`, `./` and an endpoint's `/v2/...` are words of a remedy."""
-_NAME: Final = re.compile(r"(?:there is no (?:parameter|field) ')?(([A-Za-z_]+)(?:\[\d+\]|\.\w+)*)")
-
-
-_ROOM: Final = re.compile(
-    r"has (\d+) tokens, which leaves room for max_tokens <= \d+ in the context of (\d+), got (\d+)"
-)
-
-
-def _with_anthropics_words(match: re.Match[str]) -> str:
-    """The sentence with the words by which Claude Code knows to ask again with fewer `max_tokens`."""
-    num_tokens, context, asked = match.groups()
-    return f"{match[0]}: input length and `max_tokens` exceed context limit: {num_tokens} + {asked} > {context}"
 
 
 class ApiError(HTTPException):
@@ -143,11 +134,13 @@ class ApiError(HTTPException):
 
     Args:
         status: HTTP status.
-        message: One sentence.
+        message: One sentence, whose fields may be open, see `hf_triton.sentence`.
         type: OpenAI's type of error; by default that of the status.
         param: The field of the request that is wrong, as the client sent it, or that it lacks.
         code: For programs.
         logged: What the log says in place of the message, if it may name the host's paths.
+        field: The field that is wrong, by our name.
+        sizes: Of what does not fit a context, see `HfTritonError`.
     """
 
     def __init__(
@@ -159,23 +152,30 @@ class ApiError(HTTPException):
         param: str | None = None,
         code: str | None = None,
         logged: str | None = None,
+        field: str | None = None,
+        sizes: Mapping[str, int] | None = None,
     ) -> None:
         headers = {"Retry-After": str(RETRY_AFTER_S)} if status in (429, 503) else None
-        super().__init__(status, message, headers)
-        self.message = message
-        self.logged = logged or message
+        self.open_message = message
+        self.message = text(message)
+        super().__init__(status, self.message, headers)
+        self.logged = logged or self.message
+        self.sizes = sizes or {}
         self.type = type or TYPES.get(status) or (INVALID if status < 500 else "server_error")
         self.param = param
         self.code = code
+        self.field = field
+
+    def in_names(self, names: ClientNames) -> ApiError:
+        """The error as a client with other names reads it."""
+        param, message = names.param(self.param), text(self.open_message, names)
+        return ApiError(self.status_code, message, type=self.type, param=param, code=self.code, sizes=self.sizes)
 
     def body(self, path: str = "") -> dict[str, Any]:
         """The JSON object that the endpoint at `path` answers."""
         if path.startswith(ANTHROPIC_PATH):
             kind = ANTHROPIC_TYPES.get(self.status_code) or (INVALID if self.status_code < 500 else "api_error")
-            return {
-                "type": "error",
-                "error": {"type": kind, "message": _ROOM.sub(_with_anthropics_words, self.message)},
-            }
+            return {"type": "error", "error": {"type": kind, "message": self._in_anthropics_words()}}
         if path in TEI_PATHS:
             kind = TEI_TYPES.get(self.status_code) or ("Validation" if self.status_code < 500 else "Backend")
             return {"error": self.message, "error_type": kind}
@@ -185,6 +185,23 @@ class ApiError(HTTPException):
         if code is None:
             code = "internal" if self.status_code >= 500 else "invalid_parameter" if self.param else "invalid_request"
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": code}}
+
+    def _in_anthropics_words(self) -> str:
+        """The message; of what does not fit, the words by which Claude Code knows to compact, or to ask for less."""
+        limit, new_tokens = self.sizes.get("limit"), self.sizes.get("new_tokens", 0)
+        if limit is None:
+            return self.message
+        num_tokens, more = self.sizes.get("tokens", 0), ""
+        if "bytes" in self.sizes:
+            num_bytes = self.sizes["bytes"]
+            num_tokens, limit = -(-num_bytes // BYTES_PER_TOKEN), limit // BYTES_PER_TOKEN
+            more = f" ({num_bytes} bytes, of which a token has {BYTES_PER_TOKEN} at most on average)"
+        if num_tokens > limit:
+            return f"prompt is too long: {num_tokens} tokens > {limit} maximum{more}"
+        if num_tokens + new_tokens <= limit:
+            return self.message
+        exceeds = f"input length and `max_tokens` exceed context limit: {num_tokens} + {new_tokens} > {limit}"
+        return f"{self.message}: {exceeds}"
 
     def response(self, path: str = "") -> JSONResponse:
         """The HTTP response of the endpoint at `path`."""
@@ -220,29 +237,25 @@ def logged_reason(details: str) -> str:
     return found[1] if found else first_sentence(details)
 
 
-def triton_error(message: str, names: Mapping[str, str], fields: Collection[str], status: int = 500) -> ApiError:
+def triton_error(message: str, names: ClientNames, status: int = 500) -> ApiError:
     """Triton's message as an error.
 
     Args:
-        message: `code: sentence`, possibly behind words of Triton's own, or another message of Triton's.
-        names: The client's names of our parameters.
-        fields: The client's names of all fields.
+        message: `code: sentence`, or `code: {"sentence": ...}`, possibly behind words of Triton's own; or another one.
+        names: What the client calls our fields.
         status: HTTP status of a message without a code.
     """
     coded = _CODED.search(message)
     if coded is None:
-        if NOT_HEALTHY.search(message):
+        if says(message, "not_healthy"):
             return ApiError(503, "the model's process has ended: send the request again later", code="engine_failed")
-        if SHARED_MEMORY_FULL in message:
+        if says(message, "shared_memory_full"):
             return out_of_shared_memory()
-        sentence = (
-            _REQUEST_ID.sub("", message).partition("\n")[0] if status < 500 else "the server failed on this request"
-        )
-        return ApiError(status, sentence)
-    code, sentence = coded[1], in_names(coded[2], names)
-    return ApiError(
-        STATUS.get(code, 500), sentence, param=named_field(sentence, fields), code=OPENAI_CODES.get(code, code)
-    )
+        return ApiError(status, first_line(message) if status < 500 else "the server failed on this request")
+    code, (sentence, field, sizes) = coded[1], read_error_data(coded[2])
+    param = names.param(field) or (names.subject if code in TEXT_CODES else None)
+    code, message = OPENAI_CODES.get(code, code), text(sentence, names)
+    return ApiError(STATUS.get(coded[1], 500), message, param=param, code=code, field=field, sizes=sizes)
 
 
 def out_of_shared_memory() -> ApiError:
@@ -252,20 +265,6 @@ def out_of_shared_memory() -> ApiError:
         "the server's shared memory is full: ask for less, send the request again later, or raise --shm-size",
         code="out_of_memory",
     )
-
-
-def in_names(sentence: str, names: Mapping[str, str]) -> str:
-    """A sentence with our names of parameters replaced by the client's."""
-    before, remedy, behind = sentence.partition("send text_input")
-    if remedy:
-        return f"{in_names(before, names)}send a prompt to /v1/completions{in_names(behind, names)}"
-    return re.sub(r"[a-z_]+", lambda word: names.get(word[0], word[0]), sentence)
-
-
-def named_field(sentence: str, fields: Collection[str]) -> str | None:
-    """The field that a sentence begins with: `messages[2].content`."""
-    found = _NAME.match(sentence)
-    return found[1] if found and found[2] in fields else None
 
 
 def unknown_field(name: str, fields: Collection[str]) -> ApiError:

@@ -28,13 +28,15 @@ from pydantic_core import CoreSchema
 
 from hf_triton.errors import clip
 from hf_triton.openai.bodies import MAX_VALUES
-from hf_triton.openai.errors import ApiError, named_field, unknown_field
+from hf_triton.openai.client_names import ClientNames
+from hf_triton.openai.errors import ApiError, unknown_field
 from hf_triton.openai.hints import pass_over
 from hf_triton.openai.triton_messages import TEXT_GENERATION
 from hf_triton.protocol.chat import MAX_MESSAGES, MAX_TOOLS
 from hf_triton.protocol.dialects import BEAM_SEARCH
 from hf_triton.protocol.parameters import MAX_STOP_STRINGS, WARPERS, GenerationParameters
 from hf_triton.protocol.validation import MAX_NAME, problems
+from hf_triton.sentence import first_field, param
 
 CONFIG: Final = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
@@ -156,7 +158,7 @@ class Ignored:
         allowed = " or ".join(["null", *map(clip, self.values)])
         raise ApiError(
             400,
-            f"{name} {self.reason}: leave it out, or set it to {allowed}; got {clip(value)}",
+            f"{param(name)} {self.reason}: leave it out, or set it to {allowed}; got {clip(value)}",
             param=name,
             code="unsupported_parameter",
         )
@@ -258,9 +260,9 @@ class Fields(BaseModel):
             return validate(known)
         except ValidationError as error:
             problem = problems(cls, error)[0]
-            param = problem.name or named_field(problem.sentence, known)
-            code = "missing_required_parameter" if problem.sentence.endswith("is required") else "invalid_parameter"
-            raise ApiError(400, problem.sentence, param=param, code=code) from None
+            place = problem.name or first_field(problem.open_sentence)
+            code = "missing_required_parameter" if problem.is_missing else "invalid_parameter"
+            raise ApiError(400, problem.open_sentence, param=place, code=code) from None
 
     @classmethod
     def _own_name(cls, name: str, values: Mapping[str, object]) -> str:
@@ -379,15 +381,19 @@ class GenerationFields(Fields, SamplingFields):
         if not self.stream_options:
             return
         if not self.stream:
-            raise ApiError(400, "stream_options is for stream true: leave one out", param="stream_options")
+            raise ApiError(
+                400, f"{param('stream_options')} is for {param('stream')} true: leave one out", param="stream_options"
+            )
         for name, value in self.stream_options.items():
             if name not in STREAM_OPTIONS:
                 raise unknown_field(f"stream_options.{name}", [f"stream_options.{known}" for known in STREAM_OPTIONS])
             if not isinstance(value, bool | None):
-                message = f"stream_options.{name} must be true or false, got {clip(value)}"
+                message = f"{param(f'stream_options.{name}')} must be true or false, got {clip(value)}"
                 raise ApiError(400, message, param=f"stream_options.{name}")
 
-    def client_names(self) -> dict[str, str]:
-        """Names of our parameters as this request spells them, for error messages."""
+    def client_names(self, **more: str) -> ClientNames:
+        """Names of our parameters as this request spells them, for error messages; `more` of other fields."""
         given = {own: name for name, own in (*SAMPLING.items(), *PASSED_ON.items()) if getattr(self, name) is not None}
-        return {**CLIENT_NAMES, **given}
+        width = "n" if self.best_of is None else "best_of"
+        names = {**CLIENT_NAMES, "num_beams": f"{BEAM_SEARCH} with {width}", **given, **more}
+        return ClientNames(names, type(self).model_fields)

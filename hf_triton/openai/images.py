@@ -100,11 +100,9 @@ async def encode_items(
     found: Found = []
     for name, elements in items.items():
         texts = {name: [*elements.values()]}
-        try:
-            given = await encode(request, body, task, texts, outputs, parameters=parameters, names={name: "input"})
-        except ApiError as error:
-            raise _at_places(error, [*elements]) from None
-        found.append(([*elements], given))
+        places, names = [*elements], {name: "input"}
+        given = await encode(request, body, task, texts, outputs, parameters=parameters, names=names, places=places)
+        found.append((places, given))
     return found
 
 
@@ -121,12 +119,6 @@ def rows_of(found: Found, outputs: Sequence[str]) -> tuple[list[dict[str, Any]],
             rows[place] = {output: _row(given[output], index, len(places)) for output in outputs}
     num_tokens = sum(sum(given[NUM_TOKENS]) for _, given in found)
     return [rows[place] for place in sorted(rows)], {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-
-
-def _at_places(error: ApiError, places: Sequence[int]) -> ApiError:
-    """An error that counts rows in the client's list."""
-    sentence = re.sub(r"\brow (\d+)", lambda row: f"row {places[int(row[1])]}", error.message)
-    return ApiError(error.status_code, sentence, type=error.type, param=error.param, code=error.code)
 
 
 def _row(values: list[Any], index: int, num_rows: int) -> list[Any]:

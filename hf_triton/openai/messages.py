@@ -17,6 +17,7 @@ from hf_triton.openai.agents import ANY, AgentRequest, function_tool, has_calls,
 from hf_triton.openai.answers import COUNTS, finish_reason_of, message_of, stop_reason_of
 from hf_triton.openai.blocks import Blocks, Step, blocks_of
 from hf_triton.openai.bodies import JsonRoute, beside_loop, json_response
+from hf_triton.openai.client_names import ELSEWHERE
 from hf_triton.openai.conversation import Conversation, parse_at
 from hf_triton.openai.disconnect import run_while_connected
 from hf_triton.openai.errors import ANTHROPIC_RESPONSES, ApiError
@@ -31,7 +32,7 @@ from hf_triton.protocol.chat import MAX_MESSAGES, MAX_TOOLS
 router = APIRouter(route_class=JsonRoute)
 NAMES: Final[Mapping[str, str]] = {
     "max_new_tokens": "max_tokens",
-    **dict.fromkeys(("text_input", "prompt"), "messages"),
+    "text_input": ELSEWHERE,
     **dict.fromkeys(("stop", "stop_strings"), "stop_sequences"),
     "response_format": "output_config.format",
 }
@@ -174,12 +175,10 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     gateway = gateway_of(request)
     conversation = await beside_loop(request, read_messages, body.messages, body.system)
     chat = await beside_loop(request, body.chat_fields, conversation)
-    with conversation.placed_errors("messages"):
-        generation = await _generation(request, body, conversation, chat)
-        if body.stream:
-            events = conversation.placed_stream("messages", _stream(gateway, generation))
-            return EventStream(request, events, name_errors=True)
-        outputs = await run_while_connected(request.receive, gateway.models.generate(generation))
+    generation = await _generation(request, body, conversation, chat)
+    if body.stream:
+        return EventStream(request, _stream(gateway, generation), name_errors=True)
+    outputs = await run_while_connected(request.receive, gateway.models.generate(generation))
     return await json_response(size_of(outputs), _message, generation, outputs)
 
 
@@ -203,11 +202,10 @@ async def count_tokens(body: CountRequest, request: Request) -> dict[str, int]:
     """Count the tokens of a conversation as the model's chat template writes it."""
     conversation = await beside_loop(request, read_messages, body.messages, body.system)
     chat = await beside_loop(request, body.chat_fields, conversation)
-    with conversation.placed_errors("messages"):
-        generation = await _generation(request, body, conversation, chat)
-        options = {**generation.options, "tokenize_only": True}
-        asked = dataclasses.replace(generation, sampling={}, options=options, returns=("num_input_tokens",))
-        outputs = await run_while_connected(request.receive, gateway_of(request).models.generate(asked))
+    generation = await _generation(request, body, conversation, chat)
+    options = {**generation.options, "tokenize_only": True}
+    asked = dataclasses.replace(generation, sampling={}, options=options, returns=("num_input_tokens",))
+    outputs = await run_while_connected(request.receive, gateway_of(request).models.generate(asked))
     return {"input_tokens": outputs["num_input_tokens"][0]}
 
 

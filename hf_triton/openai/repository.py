@@ -19,8 +19,9 @@ from hf_triton.errors import clip
 from hf_triton.openai.endpoint import Endpoint, wait_for_attempt
 from hf_triton.openai.errors import ApiError, load_reason, logged_reason
 from hf_triton.openai.on_demand import Activity
-from hf_triton.openai.triton import CONTROL_TIMEOUT_S, RESTRICTED
+from hf_triton.openai.triton import CONTROL_TIMEOUT_S
 from hf_triton.openai.triton_messages import DOOR_SUFFIX
+from hf_triton.openai.triton_words import says
 
 LOG: Final = logging.getLogger("hf_triton.openai")
 UNLOAD_LIMIT_S: Final = 60.0
@@ -60,7 +61,7 @@ class TritonRepository:
         try:
             await self._stub.RepositoryModelUnload(request, timeout=CONTROL_TIMEOUT_S, metadata=self._headers)
         except grpc.aio.AioRpcError as error:
-            if "explicit model load" in (error.details() or ""):
+            if says(error.details(), "not_explicit"):
                 raise ApiError(503, NOT_EXPLICIT, code="not_loaded") from None
             if error.code() is grpc.StatusCode.UNAVAILABLE or error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise _error(error) from None
@@ -132,7 +133,7 @@ class TritonRepository:
                 service_pb2.RepositoryModelLoadRequest(model_name=name), metadata=self._headers
             )
         except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.UNAVAILABLE and "explicit" not in (error.details() or ""):
+            if error.code() is grpc.StatusCode.UNAVAILABLE and not says(error.details(), "not_explicit"):
                 raise _error(error) from None
             sentence, details = f"the model {clip(name)} cannot be loaded", error.details() or ""
             raise ApiError(
@@ -188,7 +189,7 @@ def _read_gauges(metrics: str) -> dict[str, int]:
 
 
 def _error(error: grpc.aio.AioRpcError) -> ApiError:
-    if RESTRICTED in (error.details() or ""):
+    if says(error.details(), "restricted"):
         return ApiError(403, f"Triton restricts this API: {error.details()}", code="restricted")
     if error.code() is grpc.StatusCode.UNAVAILABLE:
         return ApiError(503, "the server cannot be reached: send the request again later", code="unavailable")

@@ -19,6 +19,7 @@ from hf_triton.openai.agents import ANY, AgentRequest, stream_steps
 from hf_triton.openai.answers import finish_reason_of, message_of, now_s, usage_of
 from hf_triton.openai.blocks import TEXT, Block, Blocks, Step, blocks_of
 from hf_triton.openai.bodies import MAX_JSON_BYTES, JsonRoute, beside, json_response, write_json
+from hf_triton.openai.client_names import ELSEWHERE
 from hf_triton.openai.conversation import Conversation, parse_at
 from hf_triton.openai.disconnect import run_while_connected
 from hf_triton.openai.errors import ApiError
@@ -39,7 +40,8 @@ from hf_triton.protocol.chat import MAX_MESSAGES, MAX_TOOLS
 router = APIRouter(route_class=JsonRoute)
 NAMES: Final[Mapping[str, str]] = {
     **dict.fromkeys(("max_new_tokens", "max_tokens"), "max_output_tokens"),
-    **dict.fromkeys(("messages", "text_input", "prompt"), "input"),
+    "messages": "input",
+    "text_input": ELSEWHERE,
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
@@ -193,11 +195,9 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     num_bytes += 0 if previous is None else previous.num_bytes
     read = await beside(num_bytes, _Read.of, body, request_id_of(request), previous, num_bytes, is_kept=bool(stored))
     keeper = _Keeper(stored, key_of(request.scope), read)
-    with read.conversation.placed_errors("input"):
-        if body.stream:
-            events = _stream(gateway, read, num_bytes, keeper)
-            return EventStream(request, read.conversation.placed_stream("input", events))
-        outputs = await run_while_connected(request.receive, gateway.models.generate(read.generation))
+    if body.stream:
+        return EventStream(request, _stream(gateway, read, num_bytes, keeper))
+    outputs = await run_while_connected(request.receive, gateway.models.generate(read.generation))
     num_bytes += size_of(outputs)
     response = await beside(num_bytes, _response, read, outputs)
     await keeper.keep(response, num_bytes)
@@ -257,11 +257,10 @@ class _Read:
         _check_length(past, own, num_bytes)
         conversation = read_input(body.input, body.instructions, tools, past)
         conversation.tool_places = tools.places
-        with conversation.placed_errors("input"):
-            generation = body.generation(request_id, conversation, NAMES, **body.chat_fields(tools))
-            generation = replace(generation, num_bytes=num_bytes)
-            identity = uuid.uuid4().hex  # a client may send one request id with all its requests
-            head = _head(body, generation, own, identity, is_kept=is_kept)
+        generation = body.generation(request_id, conversation, NAMES, **body.chat_fields(tools))
+        generation = replace(generation, num_bytes=num_bytes)
+        identity = uuid.uuid4().hex  # a client may send one request id with all its requests
+        head = _head(body, generation, own, identity, is_kept=is_kept)
         return cls(past, own, conversation, generation, head, ResponseItems(identity, tools))
 
 

@@ -220,7 +220,9 @@ async def predict(body: PredictRequest, request: Request) -> Response:
             continue
         texts = {name: [entries[row][side] for row in rows] for side, name in enumerate(("text", "text_pair")[:size])}
         names = dict.fromkeys(texts, "inputs")
-        outputs = await _encode(request, body, CLASSIFICATION, texts, ALL, parameters=parameters, names=names)
+        outputs = await _encode(
+            request, body, CLASSIFICATION, texts, ALL, parameters=parameters, names=names, places=rows
+        )
         found = await beside(size_of(outputs), _predictions, outputs, len(rows))
         for row, predictions in zip(rows, found, strict=True):
             answers[row] = predictions

@@ -12,6 +12,7 @@ from fastapi.responses import Response
 
 from hf_triton.openai.answers import json_output, text_of
 from hf_triton.openai.bodies import JsonRoute, json_response
+from hf_triton.openai.client_names import ClientNames
 from hf_triton.openai.disconnect import run_while_connected
 from hf_triton.openai.errors import ApiError
 from hf_triton.openai.fields import Fields, Messages, TokenIds, Tools
@@ -109,8 +110,7 @@ async def _run(
         {},
         {"tokenize_only": True, "exclude_input_in_output": False, **options},
         returns=returns,
-        names={"prompt_token_ids": "tokens", "text_input": "prompt"},
-        fields=body.model_fields_set,
+        names=ClientNames({"prompt_token_ids": "tokens", "text_input": "prompt"}, type(body).model_fields),
         num_bytes=len(await request.body()),
         **prompt,
     )

@@ -20,6 +20,7 @@ from hf_triton.errors import clip
 from hf_triton.openai.accounts import Tally, allows_model, check_model, with_salt
 from hf_triton.openai.bodies import beside
 from hf_triton.openai.calls import Calls
+from hf_triton.openai.client_names import ClientNames
 from hf_triton.openai.endpoint import Endpoint, wait_for_attempt
 from hf_triton.openai.errors import ApiError, load_reason, model_not_found, out_of_shared_memory, triton_error
 from hf_triton.openai.hints import pass_over
@@ -39,6 +40,7 @@ from hf_triton.openai.triton_messages import (
     infer_request,
     read_outputs,
 )
+from hf_triton.openai.triton_words import says, unknown_name
 
 LOG: Final = logging.getLogger("hf_triton.openai")
 T = TypeVar("T")
@@ -51,8 +53,6 @@ MAX_LOADS: Final = 3
 """Loads for one request, whose model others may unload meanwhile."""
 LOST: Final = ("not_loaded", "shutting_down")
 """Codes of a model that is not loaded any more."""
-RESTRICTED: Final = "This protocol is restricted"
-"""Triton's words to a call without the header of `--grpc-restricted-protocol`; the name of the header follows."""
 
 
 @dataclass(frozen=True)
@@ -330,7 +330,7 @@ class TritonModels:
                 service_pb2.ModelConfigRequest(name=name), timeout=CONTROL_TIMEOUT_S, metadata=self._headers
             )
         except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.UNAVAILABLE and "unknown model" not in (error.details() or ""):
+            if error.code() is grpc.StatusCode.UNAVAILABLE and not says(error.details(), "unknown_model"):
                 raise
             return None  # unloaded meanwhile
         folder = Folder.from_config(name, answer.config)
@@ -457,7 +457,7 @@ class TritonModels:
     ) -> ApiError:
         if status is grpc.StatusCode.DEADLINE_EXCEEDED:
             return _time_is_up()
-        if RESTRICTED in (details or ""):
+        if says(details, "restricted"):
             return ApiError(403, f"Triton restricts this API: {details}", code="restricted")
         coded = self._triton_error(details or "", _HTTP_STATUS.get(status, 500), generation)
         if coded.code is None and coded.status_code == 503:
@@ -475,17 +475,17 @@ class TritonModels:
     def _triton_error(self, message: str, status: int, generation: Generation | TextRequest | None) -> ApiError:
         """Triton's message as an error; one that is not our model's own may mean that the list of models is old."""
         if generation is None:
-            return triton_error(message, {}, (), status)
-        error = triton_error(message, generation.names, generation.fields, status)
+            return triton_error(message, ClientNames(), status)
+        error = triton_error(message, generation.names, status)
         if error.code is None:
             self._models.pop(generation.model_name, None)  # the next request lists the models first
             self._infos.forget(generation.model_name)
         if error.code == "adapter_not_found":
             is_of_model = ADAPTER_MARK in generation.model
             return ApiError(404, error.message, param="model" if is_of_model else "lora_name", code="model_not_found")
-        if f"unknown model: '{generation.model_name}'" in message:
+        if unknown_name(message) == generation.model_name:
             return self._unknown(generation.model)
-        if "unknown model" in message or "decoupled transaction policy" in message:
+        if says(message, "unknown_model") or says(message, "is_decoupled"):
             return ApiError(
                 503,
                 f"the model '{generation.model_name}' is being loaded or unloaded: send the request again later",
@@ -551,5 +551,7 @@ def _models(folders: Mapping[str, Folder], known: Mapping[str, Model]) -> dict[s
         if folder.task is None or folder.stream_of:
             continue
         created_s = known[name].created_s if name in known else int(time.time())
-        models[name] = Model(folder, folder if folder.is_decoupled else doors.get(name), created_s)
+        door = doors.get(name)
+        door = None if door is None else dataclasses.replace(door, info=folder.info)  # it hands requests on
+        models[name] = Model(folder, folder if folder.is_decoupled else door, created_s)
     return models

@@ -12,6 +12,8 @@ from typing import Any, Final, TypeAlias, get_args
 from pydantic_core import to_json
 from tritonclient.grpc import service_pb2
 
+from hf_triton.errors import ERROR_FORM, ERROR_FORM_VERSION
+from hf_triton.openai.client_names import OWN_NAMES, ClientNames
 from hf_triton.openai.errors import ApiError
 from hf_triton.openai.tracing import caller
 from hf_triton.protocol.model_info import ModelInfo
@@ -152,12 +154,8 @@ class TextRequest:
     outputs: Sequence[str]
     """The outputs to fill."""
     parameters: Mapping[str, bool | int | float | str] = field(default_factory=dict)
-    names: Mapping[str, str] = field(default_factory=dict)
-    """The client's names of our parameters, for error messages."""
-    fields: Collection[str] = ()
-    """The fields that the client has sent."""
-    first_row: int = 0
-    """The number of its first text among the client's."""
+    names: ClientNames = OWN_NAMES
+    """What the client calls our parameters and rows, for error messages."""
 
     @property
     def model_name(self) -> str:
@@ -205,10 +203,8 @@ class Generation:
     """One prompt's token ids, instead of prompts."""
     returns: Collection[str] = ("finish_reason", "num_input_tokens", "num_output_tokens")
     """Outputs to fill beside the text, if the folder declares them."""
-    names: Mapping[str, str] = field(default_factory=dict)
-    """The client's names of our parameters, for error messages."""
-    fields: Collection[str] = ()
-    """The fields that the client has sent."""
+    names: ClientNames = OWN_NAMES
+    """What the client calls our parameters and rows, for error messages."""
     num_bytes: int = 0
     """About how many bytes its messages and options have."""
 
@@ -225,13 +221,14 @@ class Generation:
     def unread_variables(self, info: ModelInfo) -> list[str]:
         """The client's names of variables and a budget that change nothing for a model."""
         has_budget = THINKING_BUDGET in self.sampling and not info.reasons
-        budget = [self.names.get(THINKING_BUDGET, THINKING_BUDGET)] if has_budget else []
+        budget = [self.names.of(THINKING_BUDGET)] if has_budget else []
         if info.template_variables is None:
             return budget
-        given = {REASONING_EFFORT: self.names.get(REASONING_EFFORT, REASONING_EFFORT)}
+        given = {REASONING_EFFORT: self.names.of(REASONING_EFFORT)}
         given = {name: place for name, place in given.items() if name in self.options}
         named = json.loads(str(self.options.get(TEMPLATE_KWARGS, "{}")))
-        given |= {name: self.names.get(name, f"{TEMPLATE_KWARGS}.{name}") for name in named}
+        switches = {name: self.names.names.get(name) for name in SWITCHES}
+        given |= {name: switches.get(name) or f"{TEMPLATE_KWARGS}.{name}" for name in named}
         values = {**{name: self.options.get(name) for name in given}, **named}
         closes_block = info.reasons and switched(values) is False
         names = unread(values, [*info.template_variables, *(SWITCHES if closes_block else ())])
@@ -265,6 +262,8 @@ def infer_request(folder: Folder, request: Generation | TextRequest, *, is_strea
             parameters = _add_texts(message, folder, request)
         else:
             parameters = _add_generation(message, folder, request, is_stream=is_stream)
+        if folder.info is not None and folder.info.error_form == ERROR_FORM_VERSION:
+            parameters[ERROR_FORM] = ERROR_FORM_VERSION
         for name, value in parameters.items():
             setattr(message.parameters[name], KINDS[type(value)], value)
     except (UnicodeEncodeError, RecursionError):
@@ -278,7 +277,7 @@ def _add_texts(message: Any, folder: Folder, request: TextRequest) -> dict[str, 
     for name, texts in request.texts.items():
         if name not in folder.inputs:
             sentence = f"the model '{folder.name}' takes no {name}; its inputs are {', '.join(sorted(folder.inputs))}"
-            raise ApiError(400, sentence, param=request.names.get(name, name), code="unsupported_parameter")
+            raise ApiError(400, sentence, param=request.names.of(name), code="unsupported_parameter")
         is_shared = len(texts) == 1 and folder.max_batch_size > 0  # whose inputs have as many rows each
         _add_strings(message, folder, name, [*texts] * num_rows if is_shared else texts)
     for name in request.outputs:
@@ -305,7 +304,7 @@ def _add_generation(message: Any, folder: Folder, generation: Generation, *, is_
             try:
                 _add_ids(message, folder, generation.prompt_token_ids)
             except struct.error:
-                name = generation.names.get(PROMPT_TOKEN_IDS, PROMPT_TOKEN_IDS)
+                name = generation.names.of(PROMPT_TOKEN_IDS)
                 raise ApiError(400, f"{name} holds a token id that no model has", param=name) from None
         else:
             _check_required(folder, "prompts of token ids")

@@ -30,6 +30,7 @@ from hf_triton.protocol.names import MESSAGES
 from hf_triton.protocol.past import MAX_DEPTH, is_deep, read_assistant_message
 from hf_triton.protocol.tool_choice import ForcedCall, allowed_tools, forced_call, read_tool_choice
 from hf_triton.protocol.validation import parse_json, problems, suggest, validated
+from hf_triton.sentence import param, param_list
 
 logger = logging.getLogger(__name__)
 
@@ -66,9 +67,9 @@ def _parse_bounded(name: str, value: object) -> Any:
         try:
             value = parse_json(value)
         except ValueError as error:
-            raise ValueError(f"{name} is not JSON: {error}") from None
+            raise ValueError(f"{param(name)} is not JSON: {error}") from None
     if is_deep(value):
-        raise ValueError(f"{name} is nested more than {MAX_DEPTH} levels deep")
+        raise ValueError(f"{param(name)} is nested more than {MAX_DEPTH} levels deep")
     return value
 
 
@@ -80,7 +81,9 @@ def _read_tools(value: object) -> tuple[object, ...]:
     names = [(custom_of(tool) or tool["function"])["name"] for tool in read]
     for name in (custom["name"] for tool in read if (custom := custom_of(tool))):
         if names.count(name) > 1:
-            raise ValueError(f"tools has several of the name {clip(name)}: give the custom tool a name of its own")
+            raise ValueError(
+                f"{param('tools')} has several of the name {clip(name)}: give the custom tool a name of its own"
+            )
     return read
 
 
@@ -99,12 +102,12 @@ def _log_hosted(kind: str) -> None:
 def _read_tool(name: str, tool: object) -> dict[str, Any]:
     if not isinstance(tool, dict) or tool.get("type") != CUSTOM:
         read = _function_object(name, _Tool, tool)
-        return read | {"function": {field: given for field, given in read["function"].items() if given is not None}}
+        return read | {"function": {key: given for key, given in read["function"].items() if given is not None}}
     custom = _checked(f"{name}.{CUSTOM}", CustomTool, tool.get(CUSTOM))
     try:
         format_of(custom)
     except ValueError as error:
-        raise ValueError(f"{name}.{CUSTOM}: {error}") from None
+        raise ValueError(f"{param(f'{name}.{CUSTOM}')}: {error}") from None
     return {**tool, CUSTOM: custom}
 
 
@@ -112,10 +115,11 @@ def _read_kwargs(value: object) -> object:
     value = _parse_bounded("chat_template_kwargs", value)
     for name, argument in value.items() if isinstance(value, dict) else ():
         if name in RESERVED:
-            raise ValueError(f"chat_template_kwargs cannot set {name}: take it out")
+            raise ValueError(f"{param('chat_template_kwargs')} cannot set {name}: take it out")
         if isinstance(argument, int | float) and abs(argument) > MAX_ARGUMENT:
             bounds = f">= -{MAX_ARGUMENT} and <= {MAX_ARGUMENT}"
-            raise ValueError(f"chat_template_kwargs: {clip(name)} must be {bounds}, got {clip(argument)}")
+            place = f"{param('chat_template_kwargs')}: {clip(name)}"
+            raise ValueError(f"{place} must be {bounds}, got {clip(argument)}")
     return value
 
 
@@ -148,7 +152,7 @@ def _read_tool_call(name: str, call: object) -> dict[str, Any]:
         try:
             call = as_function_call(call)
         except ValueError as error:
-            raise ValueError(f"{name} {error}") from None
+            raise ValueError(f"{param(name)} {error}") from None
     return _function_object(name, _ToolCall, call)
 
 
@@ -160,18 +164,18 @@ def _read_arguments(value: object) -> object:
 def _function_object(name: str, model: type[BaseModel], value: object) -> dict[str, Any]:
     """OpenAI's `{"type": "function", "function": {...}}`, with the function checked and other fields kept."""
     if not isinstance(value, dict) or value.get("type", "function") != "function" or "function" not in value:
-        raise ValueError(f'{name} must be {{"type": "function", "function": {{...}}}}, got {clip(value)}')
+        raise ValueError(f'{param(name)} must be {{"type": "function", "function": {{...}}}}, got {clip(value)}')
     return value | {"function": _checked(f"{name}.function", model, value["function"])}
 
 
 def _checked(name: str, model: type[BaseModel], value: object) -> dict[str, Any]:
     """An object with the fields of `model` checked; their order is kept, because templates print it."""
     if not isinstance(value, dict):
-        raise ValueError(f"{name} must be a JSON object, got {clip(value)}")
+        raise ValueError(f"{param(name)} must be a JSON object, got {clip(value)}")
     try:
         return value | model.model_validate(value).model_dump(exclude_unset=True)
     except ValidationError as error:
-        raise ValueError(f"{name}: {problems(model, error)[0].sentence}") from None
+        raise ValueError(f"{param(name)}: {problems(model, error)[0].sentence}") from None
 
 
 class _Declared(BaseModel):
@@ -250,14 +254,19 @@ class ChatOptions(_Declared):
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         if self.reasoning_effort is not None and "reasoning_effort" in (self.chat_template_kwargs or {}):
-            raise ValueError("reasoning_effort is given twice, in chat_template_kwargs and beside it: leave one out")
+            raise ValueError(
+                f"{param('reasoning_effort')} is given twice, in {param('chat_template_kwargs')} and beside it: leave "
+                "one out"
+            )
         for name in ("tool_choice", "parallel_tool_calls"):
             if self.tools is None and getattr(self, name) is not None:
-                raise ValueError(f"{name} has no effect without tools: add tools, or leave it out")
+                raise ValueError(
+                    f"{param(name)} has no effect without {param('tools')}: add {param('tools')}, or leave it out"
+                )
         if self.add_generation_prompt and self.continue_final_message:
             raise ValueError(
-                "add_generation_prompt starts a new message, continue_final_message continues the last one: "
-                "leave one of them out"
+                f"{param('add_generation_prompt')} starts a new message, {param('continue_final_message')} continues "
+                "the last one: leave one of them out"
             )
         return self
 
@@ -298,8 +307,9 @@ def parse_chat(messages: str | Sequence[str], options: Mapping[str, object], max
     if num_bytes > max_bytes:
         raise RequestError(
             "context_exceeded",
-            f"{MESSAGES}, tools and chat_template_kwargs have {num_bytes} bytes, more than the {max_bytes} that are "
-            "accepted (setting max_prompt_bytes)",
+            f"{param_list((MESSAGES, 'tools'))} and {param('chat_template_kwargs')} have {num_bytes} bytes, more than "
+            f"the {max_bytes} that are accepted (setting max_prompt_bytes)",
+            sizes={"bytes": num_bytes, "limit": max_bytes},
         )
     checked = validated(ChatOptions, options)
     try:
@@ -331,26 +341,26 @@ def _parse_messages(texts: Sequence[str]) -> tuple[dict[str, Any], ...]:
     try:
         values = _parse_bounded(MESSAGES, texts[0]) if len(texts) == 1 else list(texts)
     except ValueError as error:
-        raise ValueError(f"{error}; {MESSAGES} must be like [{EXAMPLE}]") from None
+        raise ValueError(f"{error}; {param(MESSAGES)} must be like [{EXAMPLE}]") from None
     values = values if isinstance(values, list) else [values]
     if not 1 <= len(values) <= MAX_MESSAGES:
-        raise ValueError(f"{MESSAGES} must hold 1 to {MAX_MESSAGES} messages, got {len(values)}")
+        raise ValueError(f"{param(MESSAGES)} must hold 1 to {MAX_MESSAGES} messages, got {len(values)}")
     return tuple(_parse_message(f"{MESSAGES}[{index}]", message) for index, message in enumerate(values))
 
 
 def _parse_message(name: str, value: object) -> dict[str, Any]:
     value = _parse_bounded(name, value)
     if not isinstance(value, dict):
-        raise ValueError(f"{name} must be like {EXAMPLE}, got {clip(value)}")
-    fields = {field: content for field, content in value.items() if content is not None}
-    if fields.get("role") == ASSISTANT:
-        fields = read_assistant_message(fields)
-    if fields.get("role") == TOOL and isinstance(fields.get("content"), list):
-        fields["content"] = [_shown(part) for part in fields["content"]]
-    for field in fields:
-        if field not in _Message.model_fields:
-            raise ValueError(f"{name} has no field {clip(field)}{suggest(field, _Message.model_fields)}")
-    return _checked(name, _Message, fields)
+        raise ValueError(f"{param(name)} must be like {EXAMPLE}, got {clip(value)}")
+    message = {given: content for given, content in value.items() if content is not None}
+    if message.get("role") == ASSISTANT:
+        message = read_assistant_message(message)
+    if message.get("role") == TOOL and isinstance(message.get("content"), list):
+        message["content"] = [_shown(part) for part in message["content"]]
+    for given in message:
+        if given not in _Message.model_fields:
+            raise ValueError(f"{param(name)} has no field {clip(given)}{suggest(given, _Message.model_fields)}")
+    return _checked(name, _Message, message)
 
 
 def unseen(kind: str) -> str:
@@ -372,7 +382,10 @@ def _check_final_message(messages: Sequence[Mapping[str, Any]]) -> None:
     last, name = messages[-1], f"{MESSAGES}[{len(messages) - 1}]"
     if last["role"] != ASSISTANT:
         raise ValueError(
-            f"continue_final_message continues a message of the assistant, but {name} is of role {clip(last['role'])}"
+            f"{param('continue_final_message')} continues a message of the assistant, but {param(name)} is of role "
+            f"{clip(last['role'])}"
         )
     if "content" not in last or "tool_calls" in last:
-        raise ValueError(f"continue_final_message continues content, but {name} does not end with content")
+        raise ValueError(
+            f"{param('continue_final_message')} continues content, but {param(name)} does not end with content"
+        )

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict
 
 from hf_triton.errors import clip
 from hf_triton.protocol.structured_output import Grammar, GrammarText
+from hf_triton.sentence import param
 
 CUSTOM: Final = "custom"
 INPUT: Final = "input"
@@ -66,9 +67,8 @@ def format_of(tool: Mapping[str, Any]) -> Grammar | None:
     except ValueError:
         name = clip(tool["name"])
         raise ValueError(f'the format of {name} must be {{"type": "text"}} or {EXAMPLE}, got {clip(form)}') from None
-    return Grammar(
-        grammar.syntax, grammar.definition, f"tools: the custom tool {clip(tool['name'])} has a format which"
-    )
+    about = f"{param('tools')}: the custom tool {clip(tool['name'])} has a format which"
+    return Grammar(grammar.syntax, grammar.definition, "tools", about)
 
 
 def as_function(tool: Mapping[str, Any]) -> dict[str, Any]:

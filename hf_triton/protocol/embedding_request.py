@@ -18,6 +18,7 @@ from hf_triton.errors import RequestError, clip
 from hf_triton.protocol.task_declaration import NUM_TOKENS, TaskOutput
 from hf_triton.protocol.tensors import Array, decode_string, encode_strings
 from hf_triton.protocol.validation import parse_json
+from hf_triton.sentence import param
 
 EMBEDDING_REQUEST: Final = "embedding_request"
 VLLM_FLAGS: Final = {"return_num_input_tokens": NUM_TOKENS, "return_num_output_tokens": "num_output_tokens"}
@@ -42,7 +43,7 @@ def vllm_outputs(inputs: Mapping[str, Array], parameters: Mapping[str, object]) 
 def _flag(name: str, value: object) -> bool:
     found = value.ravel().tolist() if isinstance(value, np.ndarray) else [value]
     if len(found) != 1 or not isinstance(found[0], bool | None):
-        raise RequestError("invalid_parameter", f"{name} must be true or false, got {clip(value)}")
+        raise RequestError("invalid_parameter", f"{param(name)} must be true or false, got {clip(value)}")
     return bool(found[0])
 
 
@@ -64,7 +65,7 @@ def parse_embedding_request(
     name, texts = _texts(request.pop("input", None))
     for key, value in request.items():
         if key not in (*OPTIONS, *PASSED_OVER):
-            raise RequestError("unknown_parameter", f"{EMBEDDING_REQUEST} holds the unknown name {clip(key)}")
+            raise RequestError("unknown_parameter", f"{param(EMBEDDING_REQUEST)} holds the unknown name {clip(key)}")
         if key in OPTIONS and value is not None:
             options[key] = value
     return {**others, name: encode_strings(texts, (len(texts),))}, options
@@ -74,15 +75,17 @@ def _parse(value: object) -> dict[str, Any]:
     if isinstance(value, np.ndarray):
         if value.size != 1 or value.dtype != np.object_:
             raise RequestError(
-                "invalid_input", f"{EMBEDDING_REQUEST} holds one string (BYTES), got {list(value.shape)}"
+                "invalid_input", f"{param(EMBEDDING_REQUEST)} holds one string (BYTES), got {list(value.shape)}"
             )
-        value = decode_string(EMBEDDING_REQUEST, value.ravel()[0], "invalid_input")
+        value = decode_string(param(EMBEDDING_REQUEST), value.ravel()[0], "invalid_input")
     try:
         request = parse_json(value) if isinstance(value, str) else None
     except ValueError as error:
-        raise RequestError("invalid_input", f"{EMBEDDING_REQUEST} is not JSON: {error}") from None
+        raise RequestError("invalid_input", f"{param(EMBEDDING_REQUEST)} is not JSON: {error}") from None
     if not isinstance(request, dict):
-        raise RequestError("invalid_input", f"{EMBEDDING_REQUEST} must be a JSON object with input, got {clip(value)}")
+        raise RequestError(
+            "invalid_input", f"{param(EMBEDDING_REQUEST)} must be a JSON object with input, got {clip(value)}"
+        )
     return request
 
 
@@ -97,6 +100,6 @@ def _texts(value: object) -> tuple[str, Sequence[str]]:
         return "token_ids", [json.dumps(element) for element in values]
     raise RequestError(
         "invalid_input",
-        f"input of {EMBEDDING_REQUEST} must be a string, an array of strings, token ids or an array of arrays of token "
-        f"ids, got {clip(value)}",
+        f"input of {param(EMBEDDING_REQUEST)} must be a string, an array of strings, token ids or an array of arrays "
+        f"of token ids, got {clip(value)}",
     )

@@ -54,6 +54,8 @@ class ModelInfo:
     """`temperature` (0: greedy), `top_p` and `max_tokens` of a request that names none; None: it generates no text."""
     slower: tuple[str, ...] = ()
     """Why it runs slower than it could, what was measured and what it costs: `runs eagerly, ...`; a sentence each."""
+    error_form: int = 0
+    """The version of errors as data that a request may ask for by the parameter `error_form`; 0: none."""
 
     def describe(self, max_cache_tokens: int = 0) -> str:
         """One line for people; `max_cache_tokens` are those of the KV cache, 0 if the engine manages none."""

@@ -8,7 +8,6 @@ The task resolves it with its defaults to `SamplingParams`, for the engine, and 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Self
 
@@ -34,7 +33,7 @@ from hf_triton.protocol.structured_output import (
 )
 from hf_triton.protocol.validation import (
     MAX_ENTRIES,
-    Problem,
+    MAX_NAME,
     problems,
     read_integer_keys,
     read_one_or_many,
@@ -42,6 +41,7 @@ from hf_triton.protocol.validation import (
     read_words,
     suggest,
 )
+from hf_triton.sentence import param, param_list, remedy, renamed
 
 MAX_NEW_TOKENS: Final = 1_048_576
 MAX_RETURN_SEQUENCES: Final = 64
@@ -263,10 +263,11 @@ class GenerationParameters(BaseModel):
     @model_validator(mode="after")
     def _check_sampling(self) -> Self:
         if self.do_sample is False and (name := self.warper) is not None:
-            raise ValueError(f"{name} has no effect with do_sample false: leave one of them out")
+            raise ValueError(f"{param(name)} has no effect with {param('do_sample')} false: leave one of them out")
         if self.do_sample is True and self.temperature is not None and self.temperature < GREEDY_BELOW:
             raise ValueError(
-                f"temperature {self.temperature:g} means greedy and contradicts do_sample true: leave one of them out"
+                f"{param('temperature')} {self.temperature:g} means greedy and contradicts {param('do_sample')} true: "
+                "leave one of them out"
             )
         return self
 
@@ -277,9 +278,11 @@ class GenerationParameters(BaseModel):
         if self.num_return_sequences is not None:
             check_best_of(self.best_of, self.num_return_sequences)
         if self.truncate_prompt_tokens == 0:
-            raise ValueError("truncate_prompt_tokens must be -1 or an integer >= 1, got 0")
+            raise ValueError(f"{param('truncate_prompt_tokens')} must be -1 or an integer >= 1, got 0")
         if self.ignore_eos and self.eos_token_id is not None:
-            raise ValueError("eos_token_id has no effect with ignore_eos true: leave one of them out")
+            raise ValueError(
+                f"{param('eos_token_id')} has no effect with {param('ignore_eos')} true: leave one of them out"
+            )
         return self
 
     @model_validator(mode="after")
@@ -292,10 +295,10 @@ class GenerationParameters(BaseModel):
     def _check_grammar(self) -> Self:
         names = [name for name in GRAMMARS if getattr(self, name) is not None]
         if len(names) > 1:
-            raise ValueError(f"{names[0]} and {names[1]} both constrain the output: leave one of them out")
+            raise ValueError(f"{param_list(names[:2], ' and ')} both constrain the output: leave one of them out")
         also = self.end_parameter
         if self.grammar and also:
-            raise ValueError(f"{also} would end the output against {names[0]}: leave one of them out")
+            raise ValueError(f"{param(also)} would end the output against {param(names[0])}: leave one of them out")
         return self
 
     @property
@@ -384,7 +387,7 @@ NEUTRAL_VALUES: Final[Mapping[str, float]] = {
 def check_min_new_tokens(min_new_tokens: int | None, max_new_tokens: int) -> None:
     if min_new_tokens is not None and min_new_tokens > max_new_tokens:
         raise ValueError(
-            f"min_new_tokens {min_new_tokens} is more than max_new_tokens {max_new_tokens}: "
+            f"{param('min_new_tokens')} {min_new_tokens} is more than {param('max_new_tokens')} {max_new_tokens}: "
             "lower one or raise the other"
         )
 
@@ -392,13 +395,14 @@ def check_min_new_tokens(min_new_tokens: int | None, max_new_tokens: int) -> Non
 def check_best_of(best_of: int | None, num_return_sequences: int) -> None:
     if best_of is not None and best_of < num_return_sequences:
         raise ValueError(
-            f"best_of {best_of} is less than num_return_sequences {num_return_sequences}: raise one or lower the other"
+            f"{param('best_of')} {best_of} is less than {param('num_return_sequences')} {num_return_sequences}: "
+            "raise one or lower the other"
         )
 
 
 def beam_conflict(obstacle: str, num_beams: int) -> str:
     """The sentence about a parameter that beam search does not combine with."""
-    return f"{obstacle} cannot be combined with num_beams {num_beams}: leave one of them out"
+    return f"{param(obstacle)} cannot be combined with {param('num_beams')} {num_beams}: leave one of them out"
 
 
 def check_beams(num_beams: int, num_return_sequences: int, obstacle: str | None) -> None:
@@ -413,7 +417,7 @@ def check_beams(num_beams: int, num_return_sequences: int, obstacle: str | None)
         raise ValueError(beam_conflict(obstacle, num_beams))
     if num_return_sequences > num_beams:
         raise ValueError(
-            f"num_return_sequences {num_return_sequences} is more than num_beams {num_beams}: "
+            f"{param('num_return_sequences')} {num_return_sequences} is more than {param('num_beams')} {num_beams}: "
             "lower one or raise the other"
         )
 
@@ -429,11 +433,13 @@ def read_beam_search(values: Mapping[str, object]) -> Mapping[str, object]:
     if wanted is None or wanted is False or not {"num_beams", "beam_width"}.isdisjoint(rest):
         return rest
     if wanted is not True:
-        raise RequestError("invalid_parameter", f"{BEAM_SEARCH} must be true or false, got {clip(wanted)}")
+        raise RequestError("invalid_parameter", f"{param(BEAM_SEARCH)} must be true or false, got {clip(wanted)}")
     width = rest.pop("best_of", None) or rest.get("n") or rest.get("num_return_sequences")
     if width is None:
         raise RequestError(
-            "invalid_parameter", f"{BEAM_SEARCH} needs num_beams, or n, the number of beams and of completions"
+            "invalid_parameter",
+            f"{param(BEAM_SEARCH)} needs {remedy(param('num_beams') + ', or ')}{param('n')}, the number of beams and "
+            "of completions",
         )
     return {"num_beams": width, **rest}
 
@@ -462,21 +468,15 @@ def parse_parameters(values: Mapping[str, object]) -> GenerationParameters:
         if value is None:  # null in JSON: not given
             continue
         if name in spellings:
-            raise RequestError("invalid_parameter", f"{spellings[name]} and {given} mean the same: leave one out")
+            raise RequestError(
+                "invalid_parameter", f"{param_list((spellings[name], given), ' and ')} mean the same: leave one out"
+            )
         spellings[name], checked[name] = given, value
     try:
         return GenerationParameters.model_validate(checked)
     except ValidationError as error:
-        sentences = [_as_spelled(problem, spellings) for problem in problems(GenerationParameters, error)]
-        raise RequestError("invalid_parameter", "; ".join(sentences)) from None
-
-
-def _as_spelled(problem: Problem, spellings: Mapping[str, str]) -> str:
-    """A problem's sentence with the parameters' names as the request spells them."""
-    if not problem.name:  # about several parameters
-        return re.sub(r"\w+", lambda word: spellings.get(word[0], word[0]), problem.sentence)
-    rest = problem.sentence.removeprefix(problem.name)
-    return problem.sentence if rest == problem.sentence else f"{spellings[problem.name]}{rest}"
+        sentence = "; ".join(problem.open_sentence for problem in problems(GenerationParameters, error))
+        raise RequestError("invalid_parameter", renamed(sentence, lambda name: spellings.get(name, name))) from None
 
 
 def unknown_parameter(name: str, also: tuple[str, ...] = ()) -> RequestError:
@@ -491,6 +491,6 @@ def unknown_parameter(name: str, also: tuple[str, ...] = ()) -> RequestError:
     else:
         known = [*GenerationParameters.model_fields, *ALIASES, BEAM_SEARCH, *GUIDES, *also]
         meant = SUGGESTIONS.get(name)
-        hint = suggest(meant if meant in known else name, known, "docs/requests.md")
+        hint = suggest(meant if meant in known else name, known, "docs/requests.md", param)
         sentence = f"there is no parameter {clip(name)}{hint}"
-    return RequestError("unknown_parameter", sentence)
+    return RequestError("unknown_parameter", sentence, field=name[:MAX_NAME])

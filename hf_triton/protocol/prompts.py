@@ -15,11 +15,15 @@ from hf_triton.errors import RequestError, clip
 from hf_triton.protocol.chat import Chat, parse_chat
 from hf_triton.protocol.names import MESSAGES, PROMPT, PROMPT_TOKEN_IDS
 from hf_triton.protocol.tensors import Array, decode_string
+from hf_triton.sentence import param
+from hf_triton.sentence import row as row_words
 
 SOURCES: Final = (PROMPT, MESSAGES, PROMPT_TOKEN_IDS)
 """A request gives one of them."""
 PROMPT_ALIASES: Final = ("args", "text_inputs")
 """What MLServer's clients call the input of prompts."""
+BYTES_PER_TOKEN: Final = 16
+"""More than any prompt has on average; bounds what is tokenized at all."""
 MAX_TOKEN_ID: Final = 2**31 - 1
 
 TokenIds = tuple[int, ...]
@@ -37,10 +41,10 @@ class Limits:
 
 
 def prompt_name(prompt: Prompt, row: int) -> str:
-    """What messages call a prompt."""
+    """What sentences call a prompt."""
     if isinstance(prompt, Chat):
-        return MESSAGES
-    return f"{PROMPT} row {row}" if isinstance(prompt, str) else PROMPT_TOKEN_IDS
+        return param(MESSAGES)
+    return f"{param(PROMPT)}{row_words(row)}" if isinstance(prompt, str) else param(PROMPT_TOKEN_IDS)
 
 
 def prompt_shape(inputs: Mapping[str, Array]) -> tuple[int, ...]:
@@ -64,24 +68,24 @@ def decode_texts(name: str, array: Array, limits: Limits, noun: str = "text") ->
         RequestError: There are no elements or too many, or one is too long or not UTF-8; the message names its row.
     """
     elements = enumerate(read_elements(name, array, limits, noun))
-    return [decode_string(f"{name} row {row}", element, "invalid_input") for row, element in elements]
+    return [decode_string(f"{param(name)}{row_words(row)}", element, "invalid_input") for row, element in elements]
 
 
 def read_elements(name: str, array: Array, limits: Limits, noun: str = "file") -> list[bytes]:
     """Read a BYTES tensor as it is; arguments and errors as `decode_texts` has them."""
     if array.size == 0:
-        raise RequestError("invalid_input", f"{name} holds no {noun}, its shape is {list(array.shape)}")
+        raise RequestError("invalid_input", f"{param(name)} holds no {noun}, its shape is {list(array.shape)}")
     if array.dtype != np.object_:
-        raise RequestError("invalid_input", f"{name} must be strings (BYTES), got {array.dtype}")
+        raise RequestError("invalid_input", f"{param(name)} must be strings (BYTES), got {array.dtype}")
     if array.size > limits.max_prompts:
         raise RequestError(
             "invalid_input",
-            f"{name} holds {array.size} {noun}s, more than the {limits.max_prompts} that are accepted (setting "
+            f"{param(name)} holds {array.size} {noun}s, more than the {limits.max_prompts} that are accepted (setting "
             "max_prompts): send several requests",
         )
     elements: list[bytes] = array.ravel().tolist()
     for row, element in enumerate(elements):
-        check_size(len(element), limits, f"{name} row {row}")
+        check_size(len(element), limits, f"{param(name)}{row_words(row)}")
     return elements
 
 
@@ -97,9 +101,9 @@ def decode_chat(value: object, options: Mapping[str, object], limits: Limits) ->
         RequestError: It is not a chat, or too long.
     """
     if isinstance(value, np.ndarray):
-        value = [decode_string(MESSAGES, element) for element in _one_row(MESSAGES, value, "chat")]
+        value = [decode_string(param(MESSAGES), element) for element in _one_row(MESSAGES, value, "chat")]
     if not isinstance(value, str | list):
-        raise RequestError("invalid_input", f"{MESSAGES} must be a JSON string, got {clip(value)}")
+        raise RequestError("invalid_input", f"{param(MESSAGES)} must be a JSON string, got {clip(value)}")
     return parse_chat(value, options, limits.max_prompt_bytes)
 
 
@@ -117,27 +121,29 @@ def decode_token_ids(value: object, limits: Limits, name: str = PROMPT_TOKEN_IDS
     if isinstance(value, np.ndarray):
         row = _one_row(name, value, "prompt")
         if row.dtype == np.object_:
-            value = decode_string(name, row[0]) if row.size == 1 else row.tolist()
+            value = decode_string(param(name), row[0]) if row.size == 1 else row.tolist()
         else:
-            check_size(row.nbytes, limits, name)
+            check_size(row.nbytes, limits, param(name))
             value = row.tolist()
     if isinstance(value, str):
-        check_size(len(value), limits, name)  # digits are one byte each
+        check_size(len(value), limits, param(name))  # digits are one byte each
         with contextlib.suppress(ValueError):
             value = from_json(value)
     if not isinstance(value, list) or not value:
-        raise RequestError("invalid_input", f"{name} must be a JSON array of 1 or more token ids, got {clip(value)}")
+        raise RequestError(
+            "invalid_input", f"{param(name)} must be a JSON array of 1 or more token ids, got {clip(value)}"
+        )
     for index, token_id in enumerate(value):
         if type(token_id) is not int or not 0 <= token_id <= MAX_TOKEN_ID:
             raise RequestError(
                 "invalid_input",
-                f"{name}[{index}] must be an integer >= 0 and <= {MAX_TOKEN_ID}, got {clip(token_id)}",
+                f"{param(f'{name}[{index}]')} must be an integer >= 0 and <= {MAX_TOKEN_ID}, got {clip(token_id)}",
             )
     return tuple(value)
 
 
-def check_size(num_bytes: int, limits: Limits, name: str) -> None:
-    """Check the size of a prompt.
+def check_size(num_bytes: int, limits: Limits, about: str) -> None:
+    """Check the size of a prompt; an error's sentence begins with `about`.
 
     Raises:
         RequestError: It has more bytes than are accepted.
@@ -145,13 +151,14 @@ def check_size(num_bytes: int, limits: Limits, name: str) -> None:
     if num_bytes > limits.max_prompt_bytes:
         raise RequestError(
             "context_exceeded",
-            f"{name} has {num_bytes} bytes, more than the {limits.max_prompt_bytes} that are accepted "
+            f"{about} has {num_bytes} bytes, more than the {limits.max_prompt_bytes} that are accepted "
             "(setting max_prompt_bytes)",
+            sizes={"bytes": num_bytes, "limit": limits.max_prompt_bytes},
         )
 
 
 def _one_row(name: str, array: Array, kind: str) -> Array:
     """The elements of a tensor `[n]` or `[1, n]`."""
     if array.ndim > 1 and len(array) > 1:
-        raise RequestError("invalid_input", f"{name} holds one {kind}: send {len(array)} requests")
+        raise RequestError("invalid_input", f"{param(name)} holds one {kind}: send {len(array)} requests")
     return array.ravel()

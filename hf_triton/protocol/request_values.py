@@ -8,12 +8,14 @@ from typing import Final
 
 import numpy as np
 
-from hf_triton.errors import RequestError
+from hf_triton.errors import ERROR_FORM, RequestError
 from hf_triton.protocol.tensors import Array, values_per_prompt
 from hf_triton.protocol.tracing import TRACE_CONTEXT
+from hf_triton.sentence import param, param_list
+from hf_triton.sentence import row as row_words
 
 TRITON_PARAMETERS: Final = frozenset(
-    {"id", "sequence_id", "sequence_start", "sequence_end", "content_type", *TRACE_CONTEXT}
+    {"id", "sequence_id", "sequence_start", "sequence_end", "content_type", ERROR_FORM, *TRACE_CONTEXT}
 )
 """Parameters that a request carries for others; `/generate` forwards Triton's own, as those with `triton_`, and
 MLServer's client library names its codec in `content_type`."""
@@ -33,7 +35,7 @@ def merge_values(inputs: Mapping[str, Array], parameters: Mapping[str, object]) 
     twice = next((name for name in inputs if name in parameters), None)
     if twice is not None:
         raise RequestError(
-            "invalid_parameter", f"{twice} is given twice, as an input and as a parameter: leave one out"
+            "invalid_parameter", f"{param(twice)} is given twice, as an input and as a parameter: leave one out"
         )
     return {**{name: value for name, value in parameters.items() if not is_triton_parameter(name)}, **inputs}
 
@@ -46,7 +48,7 @@ def given_name(names: Collection[str], given: Collection[str]) -> str | None:
     """
     used = [name for name in names if name in given]
     if len(used) > 1:
-        raise RequestError("invalid_input", f"{' and '.join(used)} are the same input: give one of them")
+        raise RequestError("invalid_input", f"{param_list(used, ' and ')} are the same input: give one of them")
     return used[0] if used else None
 
 
@@ -57,4 +59,5 @@ def one_value(name: str, value: object, *, is_array: bool) -> object:
 
 def in_row(error: RequestError, row: int) -> RequestError:
     """An error that names the row of the request that is wrong."""
-    return RequestError(error.code, f"{error.sentence} (row {row})")
+    sentence = f"{error.open_sentence}{row_words(row, ' (row {})')}"
+    return RequestError(error.code, sentence, field=error.field, sizes=error.sizes)

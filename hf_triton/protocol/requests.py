@@ -33,6 +33,7 @@ from hf_triton.protocol.prompts import (
 from hf_triton.protocol.request_values import given_name, in_row, is_triton_parameter, merge_values
 from hf_triton.protocol.tensors import Array, values_per_prompt
 from hf_triton.protocol.validation import MAX_JSON, json_error, read_json, reject_duplicates
+from hf_triton.sentence import param, param_list
 
 PARAMETER_NAMES: Final = frozenset({*PARAMETERS, *ALIASES, BEAM_SEARCH, *GUIDES, *SOURCES})
 """Every name of a parameter or a prompt of text generation."""
@@ -75,7 +76,7 @@ def with_named_outputs(
     """
     if PROMPT_LOGPROBS in named and PROMPT_LOGPROBS not in (*parameters, *inputs):
         raise RequestError(
-            "invalid_parameter", f"the output {PROMPT_LOGPROBS} is filled by the parameter of that name: add it"
+            "invalid_parameter", f"the output {param(PROMPT_LOGPROBS)} is filled by the parameter of that name: add it"
         )
     names = (f"return_{name}" for name in named)
     return {**{name: True for name in names if name in OPTIONS and name not in inputs}, **parameters}
@@ -109,15 +110,17 @@ def parse_request(inputs: Mapping[str, Array], parameters: Mapping[str, object],
         chat_options = {name: value for name, value in rows[0].items() if name in CHAT_OPTIONS}
         prompts = [decode_chat(value, chat_options, limits)]
     elif not all(CHAT_OPTIONS.isdisjoint(row) for row in rows):
-        names = ", ".join(sorted({name for row in rows for name in CHAT_OPTIONS & row.keys()}))
-        raise RequestError("invalid_parameter", f"{names} has no effect without {MESSAGES}: leave it out")
+        names = param_list(sorted({name for row in rows for name in CHAT_OPTIONS & row.keys()}))
+        raise RequestError("invalid_parameter", f"{names} has no effect without {param(MESSAGES)}: leave it out")
     elif source == PROMPT_TOKEN_IDS:
         prompts = [decode_token_ids(value, limits)]
     options = _parse_rows(parse_options, rows)
     _check_equal(options, OPTIONS - {"sampling_parameters"})
     generation = _parse_rows(_parse_generation, rows)
     if any(row.logprobs is not None for row in generation) and not options[0].return_logprobs:
-        raise RequestError("invalid_parameter", "logprobs has no effect without return_logprobs true: add it")
+        raise RequestError(
+            "invalid_parameter", f"{param('logprobs')} has no effect without {param('return_logprobs')} true: add it"
+        )
     _check_equal(generation, {"num_return_sequences"})
     if isinstance(prompts[0], Chat) and prompts[0].forced_call is not None:
         _check_unconstrained(generation[0])
@@ -151,7 +154,8 @@ def with_default_outputs(
     if not has_json:
         if wanted:
             raise RequestError(
-                "invalid_parameter", "return_output cannot be streamed: leave it out, or say stream false"
+                "invalid_parameter",
+                f"{param('return_output')} cannot be streamed: leave it out, or say {param('stream')} false",
             )
         return request
     if wanted is None:
@@ -166,11 +170,11 @@ def _find_source(inputs: Mapping[str, Array], parameters: Mapping[str, object]) 
     """The one of `SOURCES` that a request gives, and its tensor or its value as a parameter."""
     given = [name for name in SOURCES if name in inputs or name in parameters]
     if len(given) > 1:
-        raise RequestError("invalid_input", f"give one of {', '.join(SOURCES)}, got {' and '.join(given)}")
+        raise RequestError("invalid_input", f"give one of {param_list(SOURCES)}, got {param_list(given, ' and ')}")
     if not given:
         is_to_cancel = not {"stop", CANCEL}.isdisjoint({*inputs, *parameters})
-        hint = f"; to cancel a request, send its id and {CANCEL} true without quotes" if is_to_cancel else ""
-        raise RequestError("invalid_input", f"give one of {', '.join(SOURCES)}{hint}")
+        hint = f"; to cancel a request, send its id and {param(CANCEL)} true without quotes" if is_to_cancel else ""
+        raise RequestError("invalid_input", f"give one of {param_list(SOURCES)}{hint}")
     [name] = given
     return name, inputs.get(name, parameters.get(name))
 
@@ -185,7 +189,8 @@ def _check_unconstrained(parameters: GenerationParameters) -> None:
     if also:
         raise RequestError(
             "invalid_parameter",
-            f"{also} and this tool_choice both constrain the output: leave one of them out, or say tool_choice auto",
+            f"{param(also)} and this {param('tool_choice')} both constrain the output: leave one of them out, or say "
+            f"{param('tool_choice')} auto",
         )
 
 
@@ -195,7 +200,7 @@ def _check_equal(rows: Sequence[BaseModel], names: Iterable[str]) -> None:
         return
     for name in sorted(names):
         if len({getattr(row, name) for row in rows}) > 1:
-            raise RequestError("invalid_parameter", f"{name} must be the same for all rows of a request")
+            raise RequestError("invalid_parameter", f"{param(name)} must be the same for all rows of a request")
 
 
 def _parameters_per_prompt(
@@ -262,7 +267,8 @@ def _parse_generation(row: Mapping[str, object]) -> GenerationParameters:
         if packed[name] != _read_number(name, own[name]):
             raise RequestError(
                 "invalid_parameter",
-                f"{name} is given twice, in sampling_parameters and beside it, with two values: leave one out",
+                f"{param(name)} is given twice, in {param('sampling_parameters')} and beside it, with two values: "
+                "leave one out",
             )
     return parse_parameters(own | packed)
 
@@ -273,7 +279,8 @@ def _unpack_sampling_parameters(text: object) -> dict[str, object]:
         return {}
     if len(text) > MAX_JSON:
         raise RequestError(
-            "invalid_parameter", f"sampling_parameters must be JSON of up to {MAX_JSON} characters, got {len(text)}"
+            "invalid_parameter",
+            f"{param('sampling_parameters')} must be JSON of up to {MAX_JSON} characters, got {len(text)}",
         )
     try:
         values = json.loads(text, object_pairs_hook=reject_duplicates)
@@ -283,7 +290,8 @@ def _unpack_sampling_parameters(text: object) -> dict[str, object]:
         values = None
     if not isinstance(values, dict):
         raise RequestError(
-            "invalid_parameter", f"sampling_parameters must be a JSON object, got {clip(text)}{json_error(text)}"
+            "invalid_parameter",
+            f"{param('sampling_parameters')} must be a JSON object, got {clip(text)}{json_error(text)}",
         )
     if values.get("logprobs") is False:  # Triton's OpenAI frontend, for none
         del values["logprobs"]

@@ -16,6 +16,7 @@ from pydantic import ValidationInfo
 
 from hf_triton.errors import RequestError, clip
 from hf_triton.protocol.validation import MAX_LEVELS, is_nested_deeply, read_json
+from hf_triton.sentence import param, param_list, remedy
 
 MAX_GRAMMAR: Final = 65_536  # characters of a schema, a regular expression or a grammar
 GrammarText = Annotated[str, annotated_types.MinLen(1), annotated_types.MaxLen(MAX_GRAMMAR)]
@@ -33,7 +34,13 @@ class Grammar:
     """The source; JSON if `kind` is json_schema (an object), choice (an array of strings), or one_of: an array of
     alternatives, each with the string that it begins with, a kind and a source."""
     parameter: str
-    """The request parameter that holds it, for error messages."""
+    """The request parameter that holds it."""
+    about: str = ""
+    """What sentences about it begin with; by default the parameter."""
+
+    def __post_init__(self) -> None:
+        if not self.about:
+            object.__setattr__(self, "about", param(self.parameter))
 
 
 JSON_OBJECT: Final = {"type": "json_object"}
@@ -64,15 +71,19 @@ def read_object(value: object, info: ValidationInfo) -> object:
     try:
         text = json.dumps(value, ensure_ascii=False, separators=(",", ":")) if isinstance(value, dict) else value
     except RecursionError:
-        raise ValueError(f"{info.field_name} is nested too deeply: up to {MAX_LEVELS} levels are read") from None
+        raise ValueError(
+            f"{param(str(info.field_name))} is nested too deeply: up to {MAX_LEVELS} levels are read"
+        ) from None
     if not isinstance(text, str):
         return value
     if len(text) > MAX_GRAMMAR:
-        raise ValueError(f"{info.field_name} must be JSON of up to {MAX_GRAMMAR} characters, got {len(text)}")
+        raise ValueError(
+            f"{param(str(info.field_name))} must be JSON of up to {MAX_GRAMMAR} characters, got {len(text)}"
+        )
     if isinstance(value, dict) and text.count("{") + text.count("[") < MAX_LEVELS:
         return value
     if is_nested_deeply(text):
-        raise ValueError(f"{info.field_name} is nested too deeply: up to {MAX_LEVELS} levels are read")
+        raise ValueError(f"{param(str(info.field_name))} is nested too deeply: up to {MAX_LEVELS} levels are read")
     parsed = value if isinstance(value, dict) else read_json(value)
     return parsed if isinstance(parsed, dict) else value
 
@@ -91,16 +102,16 @@ def check_response_format(value: dict[str, Any]) -> dict[str, Any]:
         return {"type": "json_schema", "json_schema": {"schema": value[places[0]]}}
     if kind not in ("text", "json_object", "json_schema"):
         raise ValueError(
-            f"response_format must be of type `text`, `json_object` or `json_schema`, got {clip(kind)}; for other "
-            "formats use guided_regex, guided_choice or guided_grammar"
+            f"{param('response_format')} must be of type `text`, `json_object` or `json_schema`, got {clip(kind)}"
+            + remedy(f"; for other formats use {param_list(GRAMMARS[2:4])} or {param(GRAMMARS[4])}")
         )
     _check_names(value, {"type", "json_schema"} if kind == "json_schema" else {"type"})
     if kind == "json_schema":
         inner = value.get("json_schema")
         if not isinstance(inner, dict) or not isinstance(inner.get("schema"), dict):
             raise ValueError(
-                'response_format must be {"type": "json_schema", "json_schema": {"schema": {...}}} to follow a schema, '
-                f"got {clip(inner)} as its json_schema"
+                f'{param("response_format")} must be {{"type": "json_schema", "json_schema": {{"schema": {{...}}}}}} '
+                f"to follow a schema, got {clip(inner)} as its json_schema"
             )
         _check_names(inner, {"name", "description", "schema", "strict"})
     return value
@@ -110,7 +121,8 @@ def _check_names(value: Mapping[str, object], known: set[str]) -> None:
     unknown = sorted(value.keys() - known)
     if unknown:
         hint = ": put it into json_schema" if unknown[0] == "schema" and "json_schema" in known else ""
-        raise ValueError(f"response_format must be made of {', '.join(sorted(known))}, got {clip(unknown[0])}{hint}")
+        names = ", ".join(sorted(known))
+        raise ValueError(f"{param('response_format')} must be made of {names}, got {clip(unknown[0])}{hint}")
 
 
 # --- other servers' forms --------------------------------------------------------------------------------------------
@@ -138,7 +150,9 @@ def _read_vllm_guide(form: str, value: object) -> tuple[str, str, object]:
     fields = read_json(value)
     names = ", ".join(VLLM_GUIDES)
     if not isinstance(fields, dict):
-        raise RequestError("invalid_parameter", f"{form} must be a JSON object with one of {names}, got {clip(value)}")
+        raise RequestError(
+            "invalid_parameter", f"{param(form)} must be a JSON object with one of {names}, got {clip(value)}"
+        )
     given = {
         name: entry
         for name, entry in fields.items()
@@ -146,7 +160,7 @@ def _read_vllm_guide(form: str, value: object) -> tuple[str, str, object]:
     }
     if len(given) != 1 or not given.keys() <= VLLM_GUIDES.keys():
         found = ", ".join(clip(name) for name in given) or "none"
-        raise RequestError("invalid_parameter", f"{form} must have one of {names}, got {found}")
+        raise RequestError("invalid_parameter", f"{param(form)} must have one of {names}, got {found}")
     [(name, entry)] = given.items()
     if name == "json_object" and entry is True:
         entry = JSON_OBJECT
@@ -157,10 +171,10 @@ def _read_tensorrt_guide(kind: object, guide: object) -> tuple[str, str, object]
     if not isinstance(kind, str) or kind not in TENSORRT_GUIDES:
         allowed = ", ".join(TENSORRT_GUIDES)
         raise RequestError(
-            "invalid_parameter", f"guided_decoding_guide_type must be one of {allowed}, got {clip(kind)}"
+            "invalid_parameter", f"{param('guided_decoding_guide_type')} must be one of {allowed}, got {clip(kind)}"
         )
     if kind == "json":
         return "guided_decoding_guide_type", TENSORRT_GUIDES[kind], JSON_OBJECT
     if guide is None:
-        raise RequestError("invalid_parameter", f"guided_decoding_guide is required with the type {kind}")
+        raise RequestError("invalid_parameter", f"{param('guided_decoding_guide')} is required with the type {kind}")
     return "guided_decoding_guide", TENSORRT_GUIDES[kind], guide

@@ -26,6 +26,7 @@ from hf_triton.protocol.task_declaration import (
 from hf_triton.protocol.tensors import Array, encode_strings
 from hf_triton.protocol.token_rows import TokenRow, pad_rows, read_token_rows
 from hf_triton.protocol.validation import suggest, validated, value_type
+from hf_triton.sentence import param, param_list
 
 Options = TypeVar("Options", bound=DeclaredOptions)
 Row = Mapping[str, Any]
@@ -108,7 +109,7 @@ def _unknown(declaration: TaskDeclaration, name: str) -> RequestError:
     if name in PARAMETER_NAMES:
         return RequestError(
             "unknown_parameter",
-            f"{name} is a parameter of text generation, and this model does {declaration.name}: leave it out",
+            f"{param(name)} is a parameter of text generation, and this model does {declaration.name}: leave it out",
         )
     return RequestError(
         "unknown_parameter",
@@ -122,7 +123,7 @@ def _as_array(name: str, value: object) -> Array:
     if isinstance(value, np.ndarray):
         return value
     if not isinstance(value, str):
-        raise RequestError("invalid_input", f"{name} must be a string or an array of strings, got {clip(value)}")
+        raise RequestError("invalid_input", f"{param(name)} must be a string or an array of strings, got {clip(value)}")
     return encode_strings([value], (1,))
 
 
@@ -130,23 +131,24 @@ def _check_no_text(declaration: TaskDeclaration, given: Collection[str], tokens:
     """Refuse texts beside token ids."""
     text = next((name for name in declaration.text_names() if name in given), None)
     if text is not None:
-        raise RequestError("invalid_input", f"{tokens} stands in place of {text}: give one of them")
+        raise RequestError("invalid_input", f"{param(tokens)} stands in place of {param(text)}: give one of them")
 
 
 def _check_texts(declaration: TaskDeclaration, texts: Mapping[str, Sequence[str]]) -> None:
     """Check that all required texts are there, or token ids in their place, and that their numbers agree."""
     if TOKEN_IDS in texts and len(texts) > 1:
-        others = " and ".join(name for name in texts if name != TOKEN_IDS)
-        raise RequestError("invalid_input", f"{TOKEN_IDS} stands in place of {others}: give one of them")
+        others = param_list((name for name in texts if name != TOKEN_IDS), " and ")
+        raise RequestError("invalid_input", f"{param(TOKEN_IDS)} stands in place of {others}: give one of them")
     for text in declaration.texts:
         if not {text.name, TOKEN_IDS} & texts.keys() and not text.is_optional:
             also = f" (also {', '.join(text.aliases)})" if text.aliases else ""
+            name = param(text.name)
             raise RequestError(
-                "invalid_input", f"{text.name} is missing: {declaration.name} needs {text.name}, {text.meaning}{also}"
+                "invalid_input", f"{name} is missing: {declaration.name} needs {name}, {text.meaning}{also}"
             )
     counts = {name: len(found) for name, found in texts.items() if len(found) > 1}
     if len(set(counts.values())) > 1:
-        listed = " and ".join(f"{count} of {name}" for name, count in counts.items())
+        listed = " and ".join(f"{count} of {param(name)}" for name, count in counts.items())
         raise RequestError("invalid_input", f"got {listed}: give as many of each, or one for all")
 
 

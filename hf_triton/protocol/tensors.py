@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_triton.errors import RequestError
+from hf_triton.sentence import param
 
 Array = npt.NDArray[Any]
 
@@ -36,7 +37,7 @@ def values_per_prompt(name: str, array: Array, num_prompts: int, *, is_array: bo
     if len(values) not in (1, num_prompts):
         raise RequestError(
             "invalid_parameter",
-            f"{name} has {len(values)} {unit} for {num_prompts} prompts: give one, or one for each prompt",
+            f"{param(name)} has {len(values)} {unit} for {num_prompts} prompts: give one, or one for each prompt",
         )
     return values * num_prompts if len(values) == 1 else values
 
@@ -50,18 +51,19 @@ def _array_value(name: str, row: Array) -> object:
 def _scalar_value(name: str, element: Any) -> object:
     """An element as a Python value; FP32 0.7 becomes 0.7, as in JSON."""
     if isinstance(element, bytes):
-        return decode_string(name, element)
+        return decode_string(param(name), element)
     if isinstance(element, np.floating):
         return float(str(element)) if math.isfinite(element) else float(element)
     return element.item() if isinstance(element, np.generic) else element
 
 
-def decode_string(name: str, element: bytes, code: str = "invalid_parameter") -> str:
+def decode_string(about: str, element: bytes, code: str = "invalid_parameter") -> str:
+    """A text; an error's sentence begins with `about`."""
     try:
         return element.decode("utf-8")
     except UnicodeDecodeError as error:
         position = f"byte 0x{element[error.start]:02x} at offset {error.start}"
-        raise RequestError(code, f"{name} is not valid UTF-8: {position}") from None
+        raise RequestError(code, f"{about} is not valid UTF-8: {position}") from None
 
 
 def encode_strings(strings: Iterable[str], shape: tuple[int, ...]) -> Array:

@@ -12,11 +12,13 @@ import numpy as np
 from hf_triton.errors import RequestError
 from hf_triton.protocol.prompts import Limits, check_size
 from hf_triton.protocol.tensors import Array
+from hf_triton.sentence import param, row
 
 INPUT_IDS: Final = "input_ids"
 ATTENTION_MASK: Final = "attention_mask"
 TOKEN_TYPE_IDS: Final = "token_type_ids"
 TOKEN_INPUTS: Final = (INPUT_IDS, ATTENTION_MASK, TOKEN_TYPE_IDS)
+TOGETHER: Final = f"{param(INPUT_IDS)} and {param(ATTENTION_MASK)} go together"
 TOKEN_TYPE: Final = "TYPE_INT64"
 
 
@@ -42,7 +44,7 @@ def read_token_rows(inputs: Mapping[str, Any], limits: Limits) -> list[TokenRow]
     tensors = {name: _matrix(name, inputs[name]) for name in TOKEN_INPUTS if name in inputs}
     for name in (INPUT_IDS, ATTENTION_MASK):
         if name not in tensors:
-            raise RequestError("invalid_input", f"{name} is missing: {INPUT_IDS} and {ATTENTION_MASK} go together")
+            raise RequestError("invalid_input", f"{param(name)} is missing: {TOGETHER}")
     ids, mask, types = (tensors.get(name) for name in TOKEN_INPUTS)
     assert ids is not None
     assert mask is not None
@@ -50,17 +52,19 @@ def read_token_rows(inputs: Mapping[str, Any], limits: Limits) -> list[TokenRow]
         if tensor.shape != ids.shape:
             raise RequestError(
                 "invalid_input",
-                f"{name} has the shape {list(tensor.shape)} and {INPUT_IDS} {list(ids.shape)}: they must agree",
+                f"{param(name)} has the shape {list(tensor.shape)} and {param(INPUT_IDS)} {list(ids.shape)}: they "
+                "must agree",
             )
     if not 1 <= len(ids) <= limits.max_prompts:
         raise RequestError(
             "invalid_input",
-            f"{INPUT_IDS} holds {len(ids)} rows, and 1 to {limits.max_prompts} are accepted (setting max_prompts)",
+            f"{param(INPUT_IDS)} holds {len(ids)} rows, and 1 to {limits.max_prompts} are accepted (setting "
+            "max_prompts)",
         )
-    check_size(ids.shape[1] * ids.itemsize, limits, f"a row of {INPUT_IDS}")
+    check_size(ids.shape[1] * ids.itemsize, limits, f"a row of {param(INPUT_IDS)}")
     rows = []
-    for number, row in enumerate(mask):
-        span = _span(number, row)
+    for number, own in enumerate(mask):
+        span = _span(number, own)
         rows.append(TokenRow(ids[number, span].tolist(), None if types is None else types[number, span].tolist()))
     return rows
 
@@ -68,16 +72,18 @@ def read_token_rows(inputs: Mapping[str, Any], limits: Limits) -> list[TokenRow]
 def pad_rows(rows: list[Array]) -> Array:
     """Rows of integers as one array `[rows, longest]`, with zeros behind the shorter ones."""
     padded = np.zeros((len(rows), max(map(len, rows), default=0)), np.int64)
-    for number, row in enumerate(rows):
-        padded[number, : len(row)] = row
+    for number, ids in enumerate(rows):
+        padded[number, : len(ids)] = ids
     return padded
 
 
 def _matrix(name: str, value: object) -> Array:
     if not isinstance(value, np.ndarray):
-        raise RequestError("invalid_input", f"{name} is a tensor: send it as an input, with /infer or gRPC")
+        raise RequestError("invalid_input", f"{param(name)} is a tensor: send it as an input, with /infer or gRPC")
     if value.ndim != 2:
-        raise RequestError("invalid_input", f"{name} must have the shape [rows, tokens], got {list(value.shape)}")
+        raise RequestError(
+            "invalid_input", f"{param(name)} must have the shape [rows, tokens], got {list(value.shape)}"
+        )
     return value
 
 
@@ -88,6 +94,7 @@ def _span(number: int, mask: Array) -> slice:
     if len(mask[span]) != tokens.size or not (mask[span] == 1).all():
         raise RequestError(
             "invalid_input",
-            f"{ATTENTION_MASK} row {number} must be 1 for the tokens and 0 for the padding before or behind them",
+            f"{param(ATTENTION_MASK)}{row(number)} must be 1 for the tokens and 0 for the padding before or behind "
+            "them",
         )
     return span

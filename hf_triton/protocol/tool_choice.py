@@ -12,7 +12,9 @@ from hf_triton.errors import RequestError, clip
 from hf_triton.protocol.custom_tools import hosted_type
 from hf_triton.protocol.structured_output import MAX_GRAMMAR, Grammar
 from hf_triton.protocol.validation import read_json
+from hf_triton.sentence import param
 
+CHOICE: Final = "tool_choice"
 CHOICES: Final = ("auto", "none", "required")
 NAMED: Final = ("function", "custom")
 """Types of tools, which a `tool_choice` may name."""
@@ -51,7 +53,7 @@ def read_tool_choice(value: object) -> str:
     name = _named(choice)
     if name is None:
         named = '{"type": "function", "function": {"name": "..."}}'
-        raise ValueError(f"tool_choice must be one of {', '.join(CHOICES)}, or {named}, got {clip(value)}")
+        raise ValueError(f"{param(CHOICE)} must be one of {', '.join(CHOICES)}, or {named}, got {clip(value)}")
     return json.dumps({"name": name})
 
 
@@ -60,7 +62,7 @@ def _read_allowed(allowed: Mapping[str, Any]) -> str:
     names = [_named(tool) for tool in tools if hosted_type(tool) is None] if isinstance(tools, list) else [None]
     if allowed.get("mode") not in MODES or None in names:
         form = '{"mode": "auto", "tools": [{"type": "function", "function": {"name": "..."}}]}'
-        raise ValueError(f"tool_choice of type {ALLOWED} must have {ALLOWED} {form}, got {clip(allowed)}")
+        raise ValueError(f"{param(CHOICE)} of type {ALLOWED} must have {ALLOWED} {form}, got {clip(allowed)}")
     return json.dumps({"mode": allowed["mode"], "names": names})
 
 
@@ -84,7 +86,7 @@ def allowed_tools(tools: Tools, choice: str) -> tuple[Tools, str]:
         _check_known(name, tools)
     left = [tool for tool in tools if tool["function"]["name"] in allowed["names"]]
     if not left and allowed["mode"] == "required":
-        raise RequestError("invalid_parameter", "tool_choice requires one of no tools: name one, or say auto")
+        raise RequestError("invalid_parameter", f"{param(CHOICE)} requires one of no tools: name one, or say auto")
     return left, allowed["mode"] if left else "none"
 
 
@@ -106,7 +108,8 @@ def forced_call(
         return None
     inputs = {name: grammar for name, grammar in (formats or {}).items() if grammar is not None}
     if not tools:
-        raise RequestError("invalid_parameter", "tool_choice makes the model call a tool, and there is none: add tools")
+        sentence = f"{param(CHOICE)} makes the model call a tool, and there is none: add {param('tools')}"
+        raise RequestError("invalid_parameter", sentence)
     if choice == "required":
         return _required_call(tools, inputs, is_parallel)
     name = json.loads(choice)["name"]
@@ -120,12 +123,12 @@ def _check_known(name: str, tools: Tools) -> Mapping[str, Any]:
         if tool["function"]["name"] == name:
             return tool
     known = ", ".join(clip(tool["function"]["name"]) for tool in tools[:20])
-    raise RequestError("invalid_parameter", f"tool_choice names the function {clip(name)}; the tools have {known}")
+    raise RequestError("invalid_parameter", f"{param(CHOICE)} names the function {clip(name)}; the tools have {known}")
 
 
 def _required_call(tools: Tools, inputs: Mapping[str, Grammar], is_parallel: bool) -> ForcedCall:
     """Any call: an array of calls; or of a custom tool with a grammar, which JSON cannot hold, its name and text."""
-    about = "tool_choice required"
+    about = f"{param(CHOICE)} required"
     names = {tool["function"]["name"] for tool in tools}
     inputs = {name: grammar for name, grammar in inputs.items() if name in names}
     functions = [tool for tool in tools if tool["function"]["name"] not in inputs]
@@ -133,16 +136,16 @@ def _required_call(tools: Tools, inputs: Mapping[str, Grammar], is_parallel: boo
     calls = [("", "json_schema", json.dumps(_array_schema(functions, is_parallel)))] if functions else []
     if inputs:
         calls += [(f"{name}\n", grammar.kind, grammar.text) for name, grammar in inputs.items()]
-        whole = Grammar("one_of", json.dumps(calls), about)
+        whole = Grammar("one_of", json.dumps(calls), CHOICE, about)
     else:
-        whole = Grammar("json_schema", calls[0][2], about)
+        whole = Grammar("json_schema", calls[0][2], CHOICE, about)
     _check_size(whole)
     return ForcedCall(None, whole, (*grammars, *inputs.values()), input_names=frozenset(inputs))
 
 
 def _tool_grammar(function: Mapping[str, Any]) -> Grammar:
-    about = f"tool_choice: the tool {clip(function['name'])} has parameters, a schema which"
-    grammar = Grammar("json_schema", json.dumps(_arguments_schema(function)), about)
+    about = f"{param(CHOICE)}: the tool {clip(function['name'])} has parameters, a schema which"
+    grammar = Grammar("json_schema", json.dumps(_arguments_schema(function)), CHOICE, about)
     _check_size(grammar)
     return grammar
 
@@ -150,7 +153,7 @@ def _tool_grammar(function: Mapping[str, Any]) -> Grammar:
 def _check_size(grammar: Grammar) -> None:
     if len(grammar.text) > MAX_GRAMMAR:
         sentence = f"makes JSON of {len(grammar.text)} characters; up to {MAX_GRAMMAR} can be enforced"
-        raise RequestError("invalid_parameter", f"{grammar.parameter} {sentence}")
+        raise RequestError("invalid_parameter", f"{grammar.about} {sentence}")
 
 
 def _arguments_schema(function: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import difflib
 import re
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeVar
 
@@ -21,6 +21,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError, from_json
 
 from hf_triton.errors import RequestError, clip
+from hf_triton.sentence import param as named
+from hf_triton.sentence import text
 
 Declared = TypeVar("Declared", bound=BaseModel)
 MAX_NAME: Final = 60  # characters of an unknown name that are compared: megabytes would take seconds
@@ -50,7 +52,14 @@ class Problem:
     """What is wrong with one field."""
 
     name: str
-    sentence: str
+    open_sentence: str
+    """As an error's, see `hf_triton.sentence`."""
+    is_missing: bool = False
+
+    @property
+    def sentence(self) -> str:
+        """The sentence in our own names."""
+        return text(self.open_sentence)
 
 
 def problems(model: type[BaseModel], error: ValidationError) -> list[Problem]:
@@ -74,7 +83,7 @@ def validated(model: type[Declared], values: Mapping[str, object]) -> Declared:
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        raise RequestError("invalid_parameter", problems(model, error)[0].sentence) from None
+        raise RequestError("invalid_parameter", problems(model, error)[0].open_sentence) from None
 
 
 def value_type(model: type[BaseModel], name: str) -> tuple[type, bool]:
@@ -102,17 +111,17 @@ def _plain(annotation: Any) -> Any:
 def _problem(model: type[BaseModel], details: Any) -> Problem:
     name = str(details["loc"][0]) if details["loc"] else ""
     if details["type"] == "missing":
-        return Problem(name, f"{name} is required")
+        return Problem(name, f"{named(name)} is required", is_missing=True)
     if details["type"] == "value_error":  # raised by a validator of ours, which words the sentence
         return Problem(name, details["msg"].removeprefix("Value error, "))
     got, wanted = details["input"], allowed(model.model_fields[name])
     if details["type"] == "too_short" and isinstance(got, list):
-        return Problem(name, f"{name} must have at least one {name.removesuffix('s')}")
+        return Problem(name, f"{named(name)} must have at least one {name.removesuffix('s')}")
     if details["type"] == "string_too_long":
         reason = f", which has {len(got)}"
     else:
         reason = json_error(got) if "JSON" in wanted else ""
-    return Problem(name, f"{name} must be {wanted}, got {clip(got)}{reason}")
+    return Problem(name, f"{named(name)} must be {wanted}, got {clip(got)}{reason}")
 
 
 def _element_problem(model: type[BaseModel], details: Any, errors: Iterable[Any]) -> Problem | None:
@@ -131,11 +140,11 @@ def _element_problem(model: type[BaseModel], details: Any, errors: Iterable[Any]
     for each in errors:
         if each["loc"][:1] == (name,) and each["type"] == "too_long":
             place = name + "".join(f"[{index}]" for index in _position(each))
-            message = f"{place} has {len(each['input'])} items, more than the {each['ctx']['max_length']}"
+            message = f"{named(place)} has {len(each['input'])} items, more than the {each['ctx']['max_length']}"
             return Problem(name, f"{message} that are accepted")
         if each["loc"][:1] == (name,) and each["type"] == "literal_error" and _position(each):
             place = name + "".join(f"[{index}]" for index in _position(each))
-            return Problem(name, f"{place} must be {each['ctx']['expected']}, got {clip(each['input'])}")
+            return Problem(name, f"{named(place)} must be {each['ctx']['expected']}, got {clip(each['input'])}")
         if each["loc"][:1] == (name,) and each["type"] in ELEMENT_TYPES and _position(each):
             firsts.setdefault(tuple(part for part in each["loc"] if isinstance(part, str)), each)
     if not firsts:
@@ -144,7 +153,7 @@ def _element_problem(model: type[BaseModel], details: Any, errors: Iterable[Any]
     wrong = [each for each in firsts.values() if _position(each) == position]
     wanted = " or ".join(dict.fromkeys(TYPE_NAMES[ELEMENT_TYPES[each["type"]]] for each in wrong))
     place = name + "".join(f"[{index}]" for index in position)
-    return Problem(name, f"{place} must be {wanted}, got {clip(wrong[0]['input'])}")
+    return Problem(name, f"{named(place)} must be {wanted}, got {clip(wrong[0]['input'])}")
 
 
 def _position(details: Any) -> tuple[int, ...]:
@@ -234,20 +243,21 @@ def _limit_words(constraint: object) -> str:
     return ""
 
 
-def suggest(name: str, known: Iterable[str], page: str = "") -> str:
+def suggest(name: str, known: Iterable[str], page: str = "", words: Callable[[str], str] = str) -> str:
     """`, did you mean 'top_p'?` if a known name is close, otherwise all names.
 
     Args:
         name: As given.
         known: The names that exist.
         page: The document that lists them; in place of more than `MAX_LISTED` names come the nearest, and this page.
+        words: How a known name stands in the sentence: `param` leaves it open.
     """
     names = sorted(known)
     if close := difflib.get_close_matches(name[:MAX_NAME], names, n=1, cutoff=MIN_LIKENESS):
-        return f", did you mean '{close[0]}'?"
+        return f", did you mean '{words(close[0])}'?"
     if not page or len(names) <= MAX_LISTED:
-        return f"; known are {', '.join(names)}"
-    near = difflib.get_close_matches(name[:MAX_NAME], names, n=NUM_NEAR, cutoff=0.0)
+        return f"; known are {', '.join(map(words, names))}"
+    near = [words(each) for each in difflib.get_close_matches(name[:MAX_NAME], names, n=NUM_NEAR, cutoff=0.0)]
     return f"; the nearest are {', '.join(near[:-1])} and {near[-1]}, and {page} lists all"
 
 

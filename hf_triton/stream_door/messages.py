@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from hf_triton.errors import CancelledError, HfTritonError, RequestError, UnavailableError
+from hf_triton.errors import CancelledError, HfTritonError, RequestError, UnavailableError, read_error_data
 from hf_triton.protocol.tensors import Array as Array
 
 Message = dict[str, Any]
@@ -124,9 +124,9 @@ def read_parameters(value: object) -> dict[str, int]:
     return value
 
 
-def pack_error(error: HfTritonError) -> list[str]:
-    """An error as JSON values."""
-    return [error.triton_code, error.code, error.sentence]
+def pack_error(error: HfTritonError, sentence: str | None = None) -> list[str]:
+    """An error as JSON values; `sentence` is what the client reads of it."""
+    return [error.triton_code, error.code, error.sentence if sentence is None else sentence]
 
 
 def read_error(value: object) -> HfTritonError:
@@ -139,5 +139,6 @@ def read_error(value: object) -> HfTritonError:
         case [CancelledError.triton_code, str(), str()]:
             return CancelledError()
         case [str() as kind, str() as code, str() as sentence] if kind in ERRORS:
-            return ERRORS[kind](code, sentence)
+            open_sentence, field, sizes = read_error_data(sentence)
+            return ERRORS[kind](code, open_sentence, field=field, sizes=sizes)
     raise ProtocolError("malformed error")

@@ -101,7 +101,7 @@ class RemoteRequest(InferenceRequest):
 
     def refuse(self, error: HfTritonError) -> None:
         """Send an error as the final response."""
-        self._finish(frame({"id": self._number, "refuse": pack_error(error)}), error.code)
+        self._finish(frame({"id": self._number, "refuse": pack_error(error, self.error_sentence(error))}), error.code)
 
     def _finish(self, framed: bytes, outcome: str) -> None:
         """Send the final response, once. Until it is sent, the request is open: `DoorServer.drain` waits for it."""

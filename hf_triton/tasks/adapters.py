@@ -141,12 +141,14 @@ class AdapterStore:
         if found is not None and found.adapter is not None:
             return found.adapter
         if is_coming:
-            raise RequestError("adapter_not_found", f"the adapter {name!r} is being loaded: send the request again")
+            raise RequestError(
+                "adapter_not_found", f"the adapter {name!r} is being loaded: send the request again", field="lora_name"
+            )
         if found is not None:
-            raise RequestError("adapter_invalid", f"the adapter {name!r} {found.fault}")
+            raise RequestError("adapter_invalid", f"the adapter {name!r} {found.fault}", field="lora_name")
         names = self.names()
         known = suggest(name, names) if names else ": this model has no adapters"
-        raise RequestError("adapter_not_found", f"there is no adapter {name!r}{known}")
+        raise RequestError("adapter_not_found", f"there is no adapter {name!r}{known}", field="lora_name")
 
     def _start_ready(self) -> None:
         """Start the requests whose adapters are known."""

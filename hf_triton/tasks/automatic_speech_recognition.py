@@ -17,6 +17,7 @@ from hf_triton.hub.pretrained import SPEECH, loading
 from hf_triton.protocol.parameters import GREEDY_BELOW
 from hf_triton.protocol.task_declaration import AUDIO, DeclaredOptions, TaskDeclaration, TaskOutput, TextInput
 from hf_triton.protocol.task_requests import TaskResult
+from hf_triton.sentence import param
 from hf_triton.tasks.audio import import_soundfile
 from hf_triton.tasks.declared_task import DeclaredTask
 
@@ -187,21 +188,26 @@ class SpeechRecognition(DeclaredTask):
             RequestError: An option does not fit the model.
         """
         if options.task == "translate" and not self._languages:
-            raise RequestError("invalid_parameter", "task must be transcribe: this model knows one language")
+            raise RequestError(
+                "invalid_parameter", f"{param('task')} must be transcribe: this model knows one language"
+            )
         if options.return_timestamps != "none" and not self._has_timestamps:
-            raise RequestError("invalid_parameter", "return_timestamps must be none: this model knows no timestamps")
+            raise RequestError(
+                "invalid_parameter", f"{param('return_timestamps')} must be none: this model knows no timestamps"
+            )
         if options.return_timestamps == "word" and not self._has_alignment:
             raise RequestError(
                 "invalid_parameter",
-                "return_timestamps must be none or segment: for those of words this model's generation_config.json "
-                "lacks alignment_heads",
+                f"{param('return_timestamps')} must be none or segment: for those of words this model's "
+                "generation_config.json lacks alignment_heads",
             )
         prompt_ids = self._prompt_ids(options.prompt)
         room = self.max_targets - len(prompt_ids) - NUM_FIRST
         if options.max_new_tokens is not None and options.max_new_tokens > room:
             raise RequestError(
                 "invalid_parameter",
-                f"max_new_tokens must be <= {room}, as many as fit behind the prompt, got {options.max_new_tokens}",
+                f"{param('max_new_tokens')} must be <= {room}, as many as fit behind the prompt, got "
+                f"{options.max_new_tokens}",
             )
         params = SpeechParams(
             (options.task or self._default_task) if self._languages else None,
@@ -220,7 +226,7 @@ class SpeechRecognition(DeclaredTask):
             return None
         if code not in self._languages:
             known = ", ".join(sorted(self._languages)) or f"{ENGLISH}, the one that this model knows"
-            raise RequestError("invalid_parameter", f"language must be one of {known}; got {clip(language)}")
+            raise RequestError("invalid_parameter", f"{param('language')} must be one of {known}; got {clip(language)}")
         return int(self._languages[code])
 
     def _prompt_ids(self, prompt: str | None) -> tuple[int, ...]:
@@ -235,7 +241,9 @@ class SpeechRecognition(DeclaredTask):
             with self._tokenizer_lock:
                 first, *others = self._tokenizer.get_prompt_ids(prompt).tolist()
         except ValueError:
-            raise RequestError("invalid_parameter", "prompt holds a special token, <|...|>: leave it out") from None
+            raise RequestError(
+                "invalid_parameter", f"{param('prompt')} holds a special token, <|...|>: leave it out"
+            ) from None
         return (first, *others[-(self.max_targets // 2 - 1) :])
 
     def decode(self, transcript: Transcript, duration_s: float, options: SpeechOptions) -> TaskResult:

@@ -68,6 +68,7 @@ class CheckedHooks:
                 "context_exceeded",
                 f"build_prompt of {OWN_FILE} makes {num_bytes} bytes of the prompt, more than the "
                 f"{self._max_prompt_bytes} that are accepted (setting max_prompt_bytes)",
+                sizes={"bytes": num_bytes, "limit": int(self._max_prompt_bytes)},
             )
         return prompt
 

@@ -11,6 +11,7 @@ import annotated_types
 from hf_triton.errors import RequestError
 from hf_triton.protocol.task_declaration import TaskOptions, TaskOutput
 from hf_triton.protocol.task_requests import TaskResult
+from hf_triton.sentence import param
 from hf_triton.tasks.encoder_task import EncodedRow, EncoderTask
 from hf_triton.tasks.scores import Floats, best_first, sigmoid, softmax
 
@@ -48,7 +49,9 @@ class Classification(EncoderTask[ClassificationOptions]):
         """See `EncoderTask`."""
         top_k, num_labels = options.top_k, self.config.num_labels
         if top_k is not None and top_k > num_labels:
-            raise RequestError("invalid_parameter", f"top_k must be an integer >= 1 and <= {num_labels}, got {top_k}")
+            raise RequestError(
+                "invalid_parameter", f"{param('top_k')} must be an integer >= 1 and <= {num_labels}, got {top_k}"
+            )
 
     def decode(self, encoded: EncodedRow, options: ClassificationOptions, outputs: list[Floats]) -> TaskResult:
         """See `EncoderTask`. JSON is an object, or an array of them if `top_k` is given."""

@@ -34,6 +34,7 @@ from hf_triton.protocol.task_declaration import (
 from hf_triton.protocol.task_requests import Row, TaskRequest, TaskResult
 from hf_triton.protocol.tensors import Array
 from hf_triton.protocol.token_rows import INPUT_IDS, TOKEN_INPUTS
+from hf_triton.sentence import param, param_list
 from hf_triton.tasks.encoder_task import EncodedRow, EncoderTask
 from hf_triton.tasks.pooling import build_head
 from hf_triton.tasks.sentence_prompts import PromptOptions, SentencePrompts
@@ -111,12 +112,14 @@ class Embeddings(EncoderTask[EmbeddingOptions]):
         given = [text.name for text in self.declaration.texts if {text.name, *text.aliases} & {*inputs, *parameters}]
         given += [INPUT_IDS] if {*TOKEN_INPUTS} & {*inputs, *parameters} else []
         if len(given) != 1:
-            problem = f"{' and '.join(given)} are given" if given else "there is no text"
-            names = ", ".join((*self.declaration.text_names(), INPUT_IDS))
+            problem = f"{param_list(given, ' and ')} are given" if given else "there is no text"
+            names = param_list((*self.declaration.text_names(), INPUT_IDS))
             raise RequestError("invalid_input", f"{problem}: embeddings needs one of {names}")
         flags = [name for name in VLLM_FLAGS if name in inputs or name in parameters]
         if flags:
-            raise RequestError("unknown_parameter", f"{flags[0]} goes with {EMBEDDING_REQUEST}: leave it out")
+            raise RequestError(
+                "unknown_parameter", f"{param(flags[0])} goes with {param(EMBEDDING_REQUEST)}: leave it out"
+            )
         request = super().read(inputs, parameters, limits)
         return dataclasses.replace(request, default_outputs=outputs)
 
@@ -164,7 +167,8 @@ def check_dimensions(options: VectorOptions, size: int) -> None:
     """
     if options.dimensions is not None and options.dimensions > size:
         raise RequestError(
-            "invalid_parameter", f"dimensions must be an integer >= 1 and <= {size}, got {options.dimensions}"
+            "invalid_parameter",
+            f"{param('dimensions')} must be an integer >= 1 and <= {size}, got {options.dimensions}",
         )
 
 

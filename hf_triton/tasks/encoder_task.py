@@ -23,6 +23,7 @@ from hf_triton.protocol.task_declaration import TOKEN_IDS, TaskOptions
 from hf_triton.protocol.task_requests import Row, TaskRequest, TaskResult, read_task_request
 from hf_triton.protocol.tensors import Array
 from hf_triton.protocol.token_rows import TokenRow
+from hf_triton.sentence import param, remedy
 from hf_triton.tasks.declared_task import DeclaredTask
 
 if TYPE_CHECKING:
@@ -147,8 +148,9 @@ class EncoderTask(DeclaredTask, ABC, Generic[Options]):
         if len(row.ids) > self.max_length and not self.may_cut(options.truncate):
             raise RequestError(
                 "context_exceeded",
-                f"the row has {len(row.ids)} tokens, more than the {self.max_length} of the model: send fewer, or set "
-                "truncate to true",
+                f"the row has {len(row.ids)} tokens, more than the {self.max_length} of the model: send fewer"
+                + remedy(f", or set {param('truncate')} to true"),
+                sizes={"tokens": len(row.ids), "limit": self.max_length},
             )
         type_ids = row.type_ids and row.type_ids[: self.max_length]
         return EncodedRow([EncoderInput(row.ids[: self.max_length], type_ids)])
@@ -215,8 +217,9 @@ class EncoderTask(DeclaredTask, ABC, Generic[Options]):
         if not self.may_cut(truncate):
             raise RequestError(
                 "context_exceeded",
-                f"the text has {num_tokens} tokens, more than the {self.max_length} of the model: shorten it, or set "
-                "truncate to true",
+                f"the text has {num_tokens} tokens, more than the {self.max_length} of the model: shorten it"
+                + remedy(f", or set {param('truncate')} to true"),
+                sizes={"tokens": num_tokens, "limit": self.max_length},
             )
 
     @cached_property

@@ -117,7 +117,8 @@ class EncoderService(EngineTask["_Response"]):
         if not name:
             return None
         if self._adapters is None:
-            raise RequestError("adapter_not_found", f"there is no adapter {clip(name)}: this model takes none")
+            sentence = f"there is no adapter {clip(name)}: this model takes none"
+            raise RequestError("adapter_not_found", sentence, field="lora_name")
         return self._adapters.get(name)
 
 

@@ -14,6 +14,7 @@ from hf_triton.errors import CheckpointError, RequestError, clip
 from hf_triton.protocol.task_declaration import MAX_FILLS, TEXT, TEXT_ALIASES, TaskDeclaration, TaskOptions, TextInput
 from hf_triton.protocol.task_requests import Row, TaskResult
 from hf_triton.protocol.validation import read_strings
+from hf_triton.sentence import param
 from hf_triton.tasks.encoder_task import EncodedRow, EncoderTask
 from hf_triton.tasks.scores import Floats, best_first, softmax
 
@@ -70,7 +71,9 @@ class FillMask(EncoderTask[MaskOptions]):
         vocabulary = self._vocabulary
         for target in options.targets:
             if target not in vocabulary:
-                raise RequestError("invalid_parameter", f"targets holds {clip(target)}, which is no token of the model")
+                raise RequestError(
+                    "invalid_parameter", f"{param('targets')} holds {clip(target)}, which is no token of the model"
+                )
         return list(dict.fromkeys(vocabulary[target] for target in options.targets))
 
     @cached_property

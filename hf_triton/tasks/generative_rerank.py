@@ -16,6 +16,7 @@ from hf_triton.hub.sentence_files import load_general_config
 from hf_triton.hub.sentence_modules import LogitScore, load_logit_score
 from hf_triton.protocol.task_declaration import TaskDeclaration
 from hf_triton.protocol.task_requests import Row, TaskResult
+from hf_triton.sentence import param, remedy
 from hf_triton.tasks.encoder_task import EncodedRow, EncoderTask
 from hf_triton.tasks.rerank import DOCUMENTS, QUERY, Rerank, RerankOptions, activation_of, score_result
 from hf_triton.tasks.scores import Floats
@@ -107,7 +108,8 @@ class GenerativeRerank(EncoderTask[GenerativeOptions]):
             raise RequestError(
                 "context_exceeded",
                 f"query and document have {len(ids)} tokens with the instruction, more than the {room} that the "
-                "model's own words leave: shorten them, or set truncate to true",
+                "model's own words leave: shorten them" + remedy(f", or set {param('truncate')} to true"),
+                sizes={"tokens": len(ids), "limit": room},
             )
         return [*self._head, *ids[:room], *self._tail]
 
@@ -124,6 +126,7 @@ class GenerativeRerank(EncoderTask[GenerativeOptions]):
                 "context_exceeded",
                 f"query and document have {len(ids)} tokens as the chat template writes them, more than the "
                 f"{self.max_length} of the model: shorten them",
+                sizes={"tokens": len(ids), "limit": self.max_length},
             )
         return ids
 

@@ -28,6 +28,7 @@ from hf_triton.protocol.task_declaration import (
 from hf_triton.protocol.task_requests import Row, TaskRequest, TaskResult
 from hf_triton.protocol.tensors import Array
 from hf_triton.protocol.token_rows import TokenRow
+from hf_triton.sentence import param, param_list
 from hf_triton.tasks.admission import MIN_ENCODER_BYTES, request_limits
 from hf_triton.tasks.embeddings import VectorOptions, check_dimensions, cut_vector
 from hf_triton.tasks.encoder_task import EncodedRow
@@ -87,8 +88,8 @@ class ImageEmbeddings(ImageTask[VectorOptions]):
         """See `EncoderTask`."""
         given = [text.name for text in self.declaration.texts if {text.name, *text.aliases} & {*inputs, *parameters}]
         if len(given) != 1:
-            problem = f"{' and '.join(given)} are given" if given else "there is no text and no image"
-            raise RequestError("invalid_input", f"{problem}: give one of {TEXT}, {TOKEN_IDS}, {IMAGE}")
+            problem = f"{param_list(given, ' and ')} are given" if given else "there is no text and no image"
+            raise RequestError("invalid_input", f"{problem}: give one of {param_list((TEXT, TOKEN_IDS, IMAGE))}")
         return super().read(inputs, parameters, limits)
 
     def check_options(self, options: VectorOptions) -> None:
@@ -99,7 +100,7 @@ class ImageEmbeddings(ImageTask[VectorOptions]):
         """See `EncoderTask`."""
         if IMAGE in row:
             return EncodedRow([self.image(row[IMAGE])])
-        check_size(len(row[TEXT].encode()), self._text_limits, TEXT)
+        check_size(len(row[TEXT].encode()), self._text_limits, param(TEXT))
         return EncodedRow([self._padded(self._token_ids(row[TEXT], options.truncate))])
 
     def encode_tokens(self, row: TokenRow, options: VectorOptions) -> EncodedRow:

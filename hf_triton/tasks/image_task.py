@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from hf_triton.encoder.types import ArrayInput
 from hf_triton.hub.pretrained import loading
 from hf_triton.protocol.task_declaration import IMAGE
+from hf_triton.sentence import param
 from hf_triton.tasks.encoder_task import EncoderTask, Options
 from hf_triton.tasks.images import read_image
 
@@ -67,7 +68,7 @@ class ImageTask(EncoderTask[Options]):
         Raises:
             RequestError: It cannot be read, or is too large.
         """
-        return self.process(read_image(data, self.settings.max_image_pixels, IMAGE))
+        return self.process(read_image(data, self.settings.max_image_pixels, param(IMAGE)))
 
     def process(self, image: Any) -> ArrayInput:
         """What the model computes of an image in mode RGB."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hf_triton.engine.types import EngineLoad
+from hf_triton.errors import ERROR_FORM_VERSION
 from hf_triton.hub.spec import CheckpointSpec
 from hf_triton.protocol.model_info import ModelInfo
 from hf_triton.tasks.request import InferenceRequest
@@ -84,6 +85,7 @@ def model_info(checkpoint: Checkpoint, settings: ModelSettings, *, task: str, en
         architecture=type(model).__name__,
         max_prompts=settings.max_prompts,
         max_waiting_prompts=settings.max_waiting_prompts,
+        error_form=ERROR_FORM_VERSION,
         **chat,
     )
 

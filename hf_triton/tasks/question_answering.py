@@ -20,6 +20,7 @@ from hf_triton.protocol.prompts import Limits
 from hf_triton.protocol.task_declaration import JSON_OUTPUT, TaskDeclaration, TaskOptions, TaskOutput, TextInput
 from hf_triton.protocol.task_requests import Row, TaskRequest, TaskResult
 from hf_triton.protocol.tensors import Array
+from hf_triton.sentence import param
 from hf_triton.tasks.encoder_task import EncodedRow, EncoderTask
 from hf_triton.tasks.scores import Floats, softmax
 
@@ -90,22 +91,23 @@ class QuestionAnswering(EncoderTask[AnswerOptions]):
     def encode(self, row: Row, options: AnswerOptions) -> EncodedRow:
         """See `EncoderTask`. A context that is longer than a window makes several."""
         if not row[CONTEXT].strip():
-            raise RequestError("invalid_input", "context is empty: give the text that holds the answer")
+            raise RequestError("invalid_input", f"{param(CONTEXT)} is empty: give the text that holds the answer")
         if not row[QUESTION].strip():
-            raise RequestError("invalid_input", "question is empty")
+            raise RequestError("invalid_input", f"{param(QUESTION)} is empty")
         length = min(options.max_seq_len or 384, self.max_length)
         room = length - len(self.tokenize(row[QUESTION], "", truncate=False).ids)
         if room < 1:
             raise RequestError(
                 "context_exceeded",
-                f"the question leaves no token of the {length} of a window for the context: shorten it, or set "
-                "max_seq_len to more",
+                f"the {param(QUESTION)} leaves no token of the {length} of a window for the {param(CONTEXT)}: "
+                f"shorten it, or set {param('max_seq_len')} to more",
             )
         stride = min(128, length // 2, room - 1) if options.doc_stride is None else options.doc_stride
         if stride >= room:
             raise RequestError(
                 "invalid_parameter",
-                f"doc_stride must be an integer >= 0 and <= {room - 1}, which the question leaves, got {stride}",
+                f"{param('doc_stride')} must be an integer >= 0 and <= {room - 1}, which the question leaves, got "
+                f"{stride}",
             )
         encodings = self.windows(row[QUESTION], row[CONTEXT], length=length, stride=stride)
         return EncodedRow(list(map(self.to_input, encodings)), (row[CONTEXT], encodings))

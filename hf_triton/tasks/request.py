@@ -36,6 +36,8 @@ class InferenceRequest(ABC):
         """Called once, with the outcome, if the request is traced."""
         self.is_counted = True
         """Whether it is a request in the metrics."""
+        self.wants_error_data = False
+        """Whether the client reads errors as data, see `ERROR_FORM`."""
         self.adapter = ""
         """Name of its LoRA adapter, once that is known to exist."""
         self._on_answer: Callable[[str, str], None] = lambda outcome, adapter: None
@@ -106,6 +108,10 @@ class InferenceRequest(ABC):
     @abstractmethod
     def answer(self, outputs: Mapping[str, npt.NDArray[Any]], parameters: Mapping[str, int] | None = None) -> None:
         """Send the final response; `parameters` are the response's own."""
+
+    def error_sentence(self, error: HfTritonError) -> str:
+        """What the client reads of an error behind its code."""
+        return error.to_json() if self.wants_error_data else error.sentence
 
     @abstractmethod
     def refuse(self, error: HfTritonError) -> None:

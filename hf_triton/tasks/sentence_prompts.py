@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from hf_triton.errors import RequestError, clip
 from hf_triton.protocol.task_declaration import TaskOptions
 from hf_triton.protocol.validation import suggest
+from hf_triton.sentence import param
 
 
 class PromptOptions(TaskOptions):
@@ -37,7 +38,7 @@ class SentencePrompts:
         if name and name not in self.texts:
             known = suggest(name, self.texts) if self.texts else "; it has none"
             raise RequestError(
-                "invalid_parameter", f"prompt_name must be a prompt of the model, got {clip(name)}{known}"
+                "invalid_parameter", f"{param('prompt_name')} must be a prompt of the model, got {clip(name)}{known}"
             )
 
     def name(self, given: str | None) -> str:

@@ -28,6 +28,7 @@ from hf_triton.protocol.request_values import in_row
 from hf_triton.protocol.task_declaration import AUDIO
 from hf_triton.protocol.task_requests import TaskRequest, encode_results, outputs_to_fill, read_task_request
 from hf_triton.protocol.tensors import Array
+from hf_triton.sentence import param
 from hf_triton.tasks.admission import request_limits
 from hf_triton.tasks.audio import Samples, read_audio
 from hf_triton.tasks.automatic_speech_recognition import SpeechOptions, SpeechRecognition
@@ -166,7 +167,7 @@ class _Response(SpeechListener):
 
     def _read(self, row: int, data: bytes, max_seconds: float) -> Samples:
         try:
-            return read_audio(data, self._task.extractor.sampling_rate, max_seconds, AUDIO, self._check)
+            return read_audio(data, self._task.extractor.sampling_rate, max_seconds, param(AUDIO), self._check)
         except RequestError as error:
             if len(self.files) == 1:
                 raise

@@ -13,6 +13,7 @@ from hf_triton.errors import RequestError
 from hf_triton.protocol.task_declaration import TEXT, TEXTS, TaskDeclaration, TaskOptions
 from hf_triton.protocol.task_requests import Row, TaskResult
 from hf_triton.protocol.validation import read_strings
+from hf_triton.sentence import param
 from hf_triton.tasks.encoder_task import EncodedRow, EncoderTask
 from hf_triton.tasks.scores import Floats
 
@@ -58,10 +59,13 @@ class TokenClassification(EncoderTask[TokenOptions]):
         room = self.max_length - self.tokenizer.num_special_tokens_to_add()
         stride = options.stride or 0
         if stride >= room:
-            raise RequestError("invalid_parameter", f"stride must be an integer >= 0 and <= {room - 1}, got {stride}")
+            raise RequestError(
+                "invalid_parameter", f"{param('stride')} must be an integer >= 0 and <= {room - 1}, got {stride}"
+            )
         if options.aggregation_strategy == "none":
             raise RequestError(
-                "invalid_parameter", "stride needs an aggregation_strategy other than none, which joins the windows"
+                "invalid_parameter",
+                f"{param('stride')} needs an {param('aggregation_strategy')} other than none, which joins the windows",
             )
         return stride
 

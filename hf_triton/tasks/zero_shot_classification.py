@@ -16,6 +16,7 @@ from hf_triton.errors import CheckpointError, RequestError, clip
 from hf_triton.protocol.task_declaration import TEXT, TEXT_ALIASES, TaskDeclaration, TaskOptions, TaskOutput, TextInput
 from hf_triton.protocol.task_requests import Row, TaskResult
 from hf_triton.protocol.validation import read_strings
+from hf_triton.sentence import param
 from hf_triton.tasks.encoder_task import EncodedRow, EncoderTask
 from hf_triton.tasks.scores import Floats, best_first, softmax
 
@@ -89,13 +90,16 @@ class ZeroShotClassification(EncoderTask[ZeroShotOptions]):
     def check_options(self, options: ZeroShotOptions) -> None:
         """See `EncoderTask`."""
         if options.candidate_labels is None:
-            raise RequestError("invalid_parameter", "candidate_labels is missing: give the labels to choose from")
+            raise RequestError(
+                "invalid_parameter", f"{param('candidate_labels')} is missing: give the labels to choose from"
+            )
         if len(set(options.candidate_labels)) < len(options.candidate_labels):
-            raise RequestError("invalid_parameter", "candidate_labels names a label twice: name each once")
+            raise RequestError("invalid_parameter", f"{param('candidate_labels')} names a label twice: name each once")
         if options.hypothesis_template.count("{}") != 1:
             raise RequestError(
                 "invalid_parameter",
-                f"hypothesis_template must have one {{}} for the label, got {clip(options.hypothesis_template)}",
+                f"{param('hypothesis_template')} must have one {{}} for the label, got "
+                f"{clip(options.hypothesis_template)}",
             )
 
     def encode(self, row: Row, options: ZeroShotOptions) -> EncodedRow:

@@ -117,7 +117,8 @@ class TritonRequest(InferenceRequest):
     def refuse(self, error: HfTritonError) -> None:
         """Send an error as the final response."""
         code: int = getattr(pb_utils.TritonError, error.triton_code)
-        message = str(error).encode(errors="replace").decode()  # a folder's own error may not be UTF-8
+        sentence = self.error_sentence(error)
+        message = f"{error.code}: {sentence}".encode(errors="replace").decode()  # a folder's own error may not be UTF-8
         self._send(pb_utils.InferenceResponse([], error=pb_utils.TritonError(message, code)), error.code)
 
     def _response(

@@ -10,12 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from hf_triton.errors import HfTritonError, RequestError, where
+from hf_triton.errors import ERROR_FORM, ERROR_FORM_VERSION, HfTritonError, RequestError, where
 from hf_triton.protocol.model_info import ModelInfo, asks_for_info
 from hf_triton.protocol.names import JSON_OUTPUT, TEXT_OUTPUTS
 from hf_triton.protocol.prompts import prompt_shape
 from hf_triton.protocol.requests import check_parameter_names, is_cancel_request
 from hf_triton.protocol.tensors import encode_strings
+from hf_triton.sentence import param
 from hf_triton.tasks.interface import ResponseConfig, Task
 from hf_triton.tasks.meter import Meter
 from hf_triton.tasks.request import InferenceRequest
@@ -79,6 +80,7 @@ class Service:
         """Start a request, from Triton or from a stream door, or refuse it. Raises nothing."""
         try:
             parameters = request.parameters
+            request.wants_error_data = parameters.get(ERROR_FORM) == ERROR_FORM_VERSION
             if is_cancel_request(parameters):
                 self._cancel(request, parameters)
             elif self._info is not None and asks_for_info(parameters):
@@ -104,7 +106,9 @@ class Service:
         """Cancel the requests with this request's id, in all processes, and answer it with empty strings."""
         check_parameter_names(parameters)
         if not request.request_id:
-            raise RequestError("invalid_parameter", "cancel true cancels the requests of the same id: add the id")
+            raise RequestError(
+                "invalid_parameter", f"{param('cancel')} true cancels the requests of the same id: add the id"
+            )
         shape = prompt_shape(request.inputs())  # a folder with max_batch_size gets no request without an input
         empty = encode_strings([""] * math.prod(shape), shape)
         self._poller.cancel(request.request_id)
@@ -115,7 +119,7 @@ class Service:
         """Answer what the model is, in a tensor of one element that has the rank of the request's."""
         if JSON_OUTPUT not in self._config.output_names:
             raise RequestError(
-                "invalid_parameter", f"model_info fills the output {JSON_OUTPUT}: declare it in config.pbtxt"
+                "invalid_parameter", f"{param('model_info')} fills the output {JSON_OUTPUT}: declare it in config.pbtxt"
             )
         rank = max((array.ndim for array in request.inputs().values()), default=1)
         request.answer({JSON_OUTPUT: encode_strings([info.to_json()], (1,) * rank)})

@@ -78,7 +78,7 @@ class Writer:
     def __init__(self, engine: GenerationEngine, reference: Reference, size: int = VOCAB_SIZE) -> None:
         self.engine, self.reference = engine, reference
         self.codec = TextCodec(reference.tokenizer, size)
-        self.prompt_ids = self.codec.encode(PROMPT, 0)
+        self.prompt_ids = self.codec.encode(PROMPT)
         self.preceding = [] if reference.model.config.is_encoder_decoder else self.prompt_ids
         self._compiler = GrammarCompiler(reference.tokenizer, size, eos_ids(reference.model))
 
@@ -167,7 +167,7 @@ def test_thinking_is_the_models_own_up_to_its_budget(
     reference = load("llama")
     writer = Writer(start(reference.model, engine), reference)
     own = solo_ids(reference.model, writer.prompt_ids, 40)
-    closing_ids = writer.codec.encode("</think>", 0, adds_special_tokens=False)
+    closing_ids = writer.codec.encode("</think>", adds_special_tokens=False)
     budgets = (0, 1, 12)
     waits = {
         (grammar, budget): writer.submit(
@@ -199,7 +199,7 @@ def test_an_answer_of_gpt_oss_begins_in_its_final_channel(
     engine: str, tmp_path: Path, start: Callable[..., GenerationEngine]
 ) -> None:
     reference = load_reference(build_harmony_checkpoint(tmp_path))
-    own = solo_ids(reference.model, TextCodec(reference.tokenizer, harmony.SIZE).encode(PROMPT, 0), 20)
+    own = solo_ids(reference.model, TextCodec(reference.tokenizer, harmony.SIZE).encode(PROMPT), 20)
     writer = Writer(start(reference.model, engine), reference, harmony.SIZE)
     drawn = SamplingParams(200, do_sample=True, temperature=1.5, seed=3, num_return_sequences=3)
     waits = [

@@ -72,7 +72,7 @@ def test_languages_are_the_tokenizers_own(kind: str, languages: tuple[str, str],
     codec = TextCodec(tokenizer, 10**6)
     direction = found.direction(source, target)
     expected = tokenizer._build_translation_inputs([TEXT], src_lang=source, tgt_lang=target, return_tensors=None)
-    assert [codec.encode(TEXT, 0, special_ids=direction.special_ids)] == expected["input_ids"]
+    assert [codec.encode(TEXT, special_ids=direction.special_ids)] == expected["input_ids"]
     assert direction.first_id == expected["forced_bos_token_id"]
     with pytest.raises(RequestError, match="src_lang is missing"):
         found.direction(None, target)

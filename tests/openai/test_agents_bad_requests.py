@@ -99,7 +99,7 @@ RESPONSES: dict[str, tuple[dict[str, object], str | None, str]] = {
     ),
     "tool_choice without tools": (asks(tool_choice="required"), "tool_choice", "without tools"),
     "max_output_tokens is 0": (asks(max_output_tokens=0), "max_output_tokens", "an integer >= 1, got 0"),
-    "more tokens than the context": (asks(max_output_tokens=100_000), "input", "max_output_tokens <= "),
+    "more tokens than the context": (asks(max_output_tokens=100_000), "max_output_tokens", "max_output_tokens <= "),
     "temperature is hot": (asks(temperature=101), "temperature", "temperature must be a number >= 0 and <= 100"),
     "top_p is 0": (asks(top_p=0), "top_p", "top_p must be a number > 0"),
     "text is text": (asks(text="json"), "text", "text must be a JSON object"),

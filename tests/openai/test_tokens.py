@@ -99,7 +99,7 @@ def test_bad_token_id_among_prompts_is_refused(client: openai.OpenAI, token_ids:
     for is_stream in (False, True):
         with pytest.raises(openai.APIError) as refused:  # of a stream, before or after another prompt's first token
             list(client.completions.create(model="demo", prompt=[*token_ids, [10**9]], stream=is_stream))
-        assert refused.value.param == "prompt[0]"  # the place in its own prompt
+        assert refused.value.param == f"prompt[{len(token_ids)}][0]"
 
 
 def test_token_ids_are_returned_on_request(gateway: GatewayThread, token_ids: list[list[int]]) -> None:

@@ -178,7 +178,7 @@ def test_a_stop_string_that_only_the_end_decides_is_found_at_the_end() -> None:
 @pytest.mark.parametrize("kind", WITH_BYTES)
 def test_a_character_is_returned_with_its_last_byte(kind: str) -> None:
     codec = codec_of(kind)
-    stream = codec.stream(codec.encode("The 世", 0))
+    stream = codec.stream(codec.encode("The 世"))
     for character in "🦜é":
         *begun, last = [stream.push(token_id) for token_id in bytes_of(kind, character)]
         assert ("".join(begun), last) == ("", character)
@@ -190,8 +190,8 @@ def test_a_cut_character_is_one_replacement_character(kind: str) -> None:
     codec = codec_of(kind)
     token_ids = [*bytes_of(kind, "の")[:2], *bytes_of(kind, "ん"), *bytes_of(kind, "🦜")[:-1]]
     for prompt in ("The", "世"):
-        assert streamed(codec, codec.encode(prompt, 0), token_ids) == "\ufffdん\ufffd"
-        assert codec.continuation(codec.encode(prompt, 0), token_ids) == "\ufffdん\ufffd"
+        assert streamed(codec, codec.encode(prompt), token_ids) == "\ufffdん\ufffd"
+        assert codec.continuation(codec.encode(prompt), token_ids) == "\ufffdん\ufffd"
 
 
 def test_a_stop_string_of_several_bytes_is_found() -> None:
@@ -203,7 +203,7 @@ def test_a_stop_string_of_several_bytes_is_found() -> None:
 def test_tokens_that_are_no_text_change_nothing() -> None:
     for kind in KINDS:
         codec = codec_of(kind)
-        prompt_ids, token_ids = codec.encode("The river", 0), raw_ids(kind, " goes")
+        prompt_ids, token_ids = codec.encode("The river"), raw_ids(kind, " goes")
         beyond = len(tokenizer_of(kind))
         padded = TextCodec(tokenizer_of(kind), beyond + 8)  # an embedding with more rows than the tokenizer has tokens
         noisy_ids = [token_id for each in token_ids for token_id in [0, 1, beyond, beyond + 7, each] * 3]

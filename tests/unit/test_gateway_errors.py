@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the gateway tells of a model that is not loaded, our remedy word for word, and in which names it tells it."""
 
+import json
 from typing import Any
 
 import pytest
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from hf_triton.hub.failures import FOLDER_HINT
-from hf_triton.openai.errors import ApiError, in_names, load_reason, logged_reason, triton_error
+from hf_triton.openai.client_names import ELSEWHERE, OWN_NAMES, ClientNames
+from hf_triton.openai.errors import ApiError, load_reason, logged_reason, triton_error
 from hf_triton.openai.triton_messages import Folder, Generation, TextRequest, infer_request
+from hf_triton.protocol.model_info import ModelInfo
+from hf_triton.sentence import param, text
 
 TRITON = "failed to load 'm' version 1: Internal: TritonModelException: path_not_found: {}\n\nAt:\n  /srv/models/m/1"
 
@@ -42,13 +46,14 @@ def test_the_log_names_it() -> None:
 
 @pytest.mark.parametrize("before", ["", "Failed to process the request(s) for model 'text_0', message: "])
 def test_a_process_that_has_died_is_for_another_time(before: str) -> None:
-    error = triton_error(f"{before}Stub process 'text_0' is not healthy.", {}, ())
+    error = triton_error(f"{before}Stub process 'text_0' is not healthy.", OWN_NAMES)
     assert (error.status_code, error.code) == (503, "engine_failed")
 
 
 @pytest.mark.parametrize("name", ["messages", "input"])
 def test_a_model_without_a_template_takes_a_prompt_whatever_the_client_calls_it(name: str) -> None:
-    sentence = in_names("it cannot take messages: send text_input", dict.fromkeys(("messages", "prompt"), name))
+    names = ClientNames({"messages": name, "text_input": ELSEWHERE}, ["messages", "input"])
+    sentence = text(f"it cannot take {param('messages')}: send {param('text_input')}", names)
     assert sentence == f"it cannot take {name}: send a prompt to /v1/completions"
 
 
@@ -69,7 +74,9 @@ def test_an_input_that_a_folder_has_not_is_named_in_the_clients_words() -> None:
     config = ModelConfig(
         input=[{"name": name, "data_type": "TYPE_STRING", "dims": [1]} for name in ("token_ids", "text")]
     )
-    request = TextRequest("minilm", "1", "embeddings", {"image": ["x"]}, ["embedding"], names={"image": "input"})
+    request = TextRequest(
+        "minilm", "1", "embeddings", {"image": ["x"]}, ["embedding"], names=ClientNames({"image": "input"})
+    )
     with pytest.raises(ApiError) as caught:
         infer_request(Folder.from_config("minilm", config), request, is_stream=False)
     assert caught.value.message == "the model 'minilm' takes no image; its inputs are text, token_ids"
@@ -80,6 +87,14 @@ def test_a_request_that_does_not_fit_shared_memory_is_503() -> None:
     words = (
         "Failed to increase the shared memory pool size for key 'a' to 3145728 bytes. Error: No space left on device"
     )
-    error = triton_error(words, {}, (), 500)
+    error = triton_error(words, OWN_NAMES, 500)
     assert (error.status_code, error.code) == (503, "out_of_memory")
     assert "--shm-size" in error.message
+
+
+def test_a_variable_of_a_parameters_name_is_passed_over_by_its_own() -> None:
+    names = ClientNames({"stop_strings": "stop", "enable_thinking": "thinking"})
+    variables = json.dumps({"stop_strings": 1, "enable_thinking": True})
+    asked = Generation("m", "1", {}, {"chat_template_kwargs": variables}, messages=[], names=names)
+    info = ModelInfo("text-generation", "m", 8, "batch", "float32", "cpu", 0, 1, 1, template_variables=())
+    assert asked.unread_variables(info) == ["chat_template_kwargs.stop_strings", "thinking"]

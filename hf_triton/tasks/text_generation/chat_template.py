@@ -21,8 +21,9 @@ from typing import Any, Final
 
 from hf_triton.errors import RequestError, SettingsError, clip
 from hf_triton.protocol.chat import RESERVED, Chat
-from hf_triton.protocol.names import MESSAGES
+from hf_triton.protocol.names import MESSAGES, PROMPT
 from hf_triton.protocol.thinking import SWITCHES, switched, unread
+from hf_triton.sentence import param, plain
 from hf_triton.tasks.text_generation.form_finder import FormFinder, names_role
 
 MAX_TEMPLATE_ERROR: Final = 300  # characters of a template's own error message
@@ -76,8 +77,8 @@ class ChatTemplate:
         if not self._tokenizer.chat_template:
             raise RequestError(
                 "invalid_input",
-                f"this model has no chat template, so it cannot take {MESSAGES}: send text_input, or name a Jinja file "
-                "in the folder's setting chat_template",
+                f"this model has no chat template, so it cannot take {param(MESSAGES)}: send {param(PROMPT)}, or "
+                "name a Jinja file in the folder's setting chat_template",
             )
         try:
             template: str = self._tokenizer.get_chat_template(tools=chat.tools)
@@ -116,7 +117,8 @@ class ChatTemplate:
         except Exception as error:
             raise _render_error(error) from None
         if chat.tools is not None and chat.forced_call is None and "tools" not in names:
-            raise RequestError("invalid_parameter", "this model's chat template does not support tools: leave them out")
+            sentence = f"this model's chat template does not support {param('tools')}: leave them out"
+            raise RequestError("invalid_parameter", sentence)
         settable = self._settable(names)
         self._log_unread(unread(chat.template_kwargs, settable))
         thinks = switched(chat.template_kwargs)
@@ -138,8 +140,9 @@ class ChatTemplate:
         if num_bytes > self._max_bytes:
             raise RequestError(
                 "context_exceeded",
-                f"the chat template renders {MESSAGES} as {num_bytes} bytes, more than the {self._max_bytes} that are "
-                "accepted (setting max_prompt_bytes)",
+                f"the chat template renders {param(MESSAGES)} as {num_bytes} bytes, more than the {self._max_bytes} "
+                "that are accepted (setting max_prompt_bytes)",
+                sizes={"bytes": num_bytes, "limit": self._max_bytes},
             )
 
 
@@ -149,8 +152,8 @@ def _check_roles(messages: Sequence[Mapping[str, Any]], template: str) -> None:
         if role not in ROLES and not names_role(template, role):
             raise RequestError(
                 "invalid_input",
-                f"{MESSAGES}[{index}].role must be {', '.join(ROLES)} or one that the model's chat template names, got "
-                f"{clip(role)}",
+                f"{param(f'{MESSAGES}[{index}].role')} must be {', '.join(ROLES)} or one that the model's chat "
+                f"template names, got {clip(role)}",
             )
 
 
@@ -158,7 +161,7 @@ def _render_error(error: Exception) -> RequestError:
     """The error that a template raised itself, or the failure in it."""
     from jinja2 import TemplateError
 
-    reason = " ".join(str(error)[:MAX_TEMPLATE_ERROR].split())
+    reason = plain(" ".join(str(error)[:MAX_TEMPLATE_ERROR].split()))
     if type(error) is TemplateError:  # of `raise_exception` in the template
         return RequestError("invalid_input", f"the model's chat template rejects this: {reason}")
     kind = type(error).__name__

@@ -17,6 +17,7 @@ from typing import Any, Final
 from hf_triton.errors import RequestError, clip
 from hf_triton.protocol.chat import ASSISTANT, Chat
 from hf_triton.protocol.names import MESSAGES
+from hf_triton.sentence import param
 from hf_triton.tasks.text_generation.conversation_form import (
     AS_IT_IS,
     AS_TEXT,
@@ -213,6 +214,6 @@ def _lost_error(part: Part, messages: Sequence[Message]) -> RequestError:
     role = messages[part.index]["role"]
     return RequestError(
         "invalid_input",
-        f"{place} of role {clip(role)} would be lost: the model's chat template does not write it there; leave it out, "
-        "or send its text in a message of another role",
+        f"{param(place)} of role {clip(role)} would be lost: the model's chat template does not write it there; "
+        "leave it out, or send its text in a message of another role",
     )

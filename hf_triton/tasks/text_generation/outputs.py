@@ -110,7 +110,7 @@ class OutputEncoder:
         return {name: values[name]() for name in names}
 
     def _num_tokens(self, text: str) -> int:
-        return len(self._preparer.codec.encode(text, 0, adds_special_tokens=False)) if text else 0
+        return len(self._preparer.codec.encode(text, adds_special_tokens=False)) if text else 0
 
     def _json(self, prompt: PreparedPrompt, text: str) -> str:
         """The output `output`: a completion's text in MLServer's form, or a prompt's tokens."""

@@ -19,6 +19,7 @@ from hf_triton.protocol.thinking import Thinking, switched
 from hf_triton.protocol.tool_choice import ForcedCall
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.types import Constraint
+from hf_triton.sentence import param, remedy
 from hf_triton.tasks.adapters import AdapterStore
 from hf_triton.tasks.checked_hooks import CheckedHooks
 from hf_triton.tasks.text_generation.chat_template import ChatTemplate
@@ -178,7 +179,10 @@ class PromptPreparer:
         parameters = without_beams(parameters, beam_obstacle(asked, forced_call, options, streams=streams))
         params = self._sampling_params(asked, len(ids), prompt_name(source, row), parameters)
         if streams and params.num_sequences > params.num_return_sequences:
-            raise RequestError("invalid_parameter", "best_of cannot be streamed: leave it out, or say stream false")
+            raise RequestError(
+                "invalid_parameter",
+                f"{param('best_of')} cannot be streamed: leave it out, or say {param('stream')} false",
+            )
         wants_logprobs = params.logprobs is None and (options.return_logprobs or options.return_cumulative_logprob)
         params = replace(
             params,
@@ -230,7 +234,8 @@ class PromptPreparer:
         if asked.src_lang or asked.tgt_lang:
             name = "src_lang" if asked.src_lang else "tgt_lang"
             raise RequestError(
-                "invalid_parameter", f"{name} is for the task translation: leave it out, or set the folder's task to it"
+                "invalid_parameter",
+                f"{param(name)} is for the task translation: leave it out, or set the folder's task to it",
             )
         return NO_DIRECTION
 
@@ -238,14 +243,15 @@ class PromptPreparer:
         self, source: Prompt, row: int, direction: Direction, adds_special_tokens: bool | None
     ) -> tuple[str | None, str | None, list[int]]:
         """A prompt's text, as the request gives it and as the model gets it, and its tokens; no texts of tokens."""
+        about = prompt_name(source, row)
         if isinstance(source, str):
             model_text = direction.prefix + self.hooks.build_prompt(source)
             if adds_special_tokens is False:
-                return source, model_text, self.codec.encode(model_text, row, adds_special_tokens=False)
-            return source, model_text, self.codec.encode(model_text, row, special_ids=direction.special_ids)
+                return source, model_text, self.codec.encode(model_text, about, adds_special_tokens=False)
+            return source, model_text, self.codec.encode(model_text, about, special_ids=direction.special_ids)
         if isinstance(source, Chat):
             text = self._chat_template.render(source)
-            return text, text, self.codec.encode(text, row, adds_special_tokens=bool(adds_special_tokens))
+            return text, text, self.codec.encode(text, about, adds_special_tokens=bool(adds_special_tokens))
         self.codec.check_ids(PROMPT_TOKEN_IDS, source)
         return None, None, list(source)
 
@@ -296,7 +302,7 @@ class PromptPreparer:
         return self.compile_grammar(PreparedPrompt(asked, [0], params, adapter=adapter))
 
     def _sampling_params(
-        self, asked: TaskParams, num_prompt_tokens: int, name: str, parameters: GenerationParameters
+        self, asked: TaskParams, num_prompt_tokens: int, about: str, parameters: GenerationParameters
     ) -> SamplingParams:
         """The resolved sampling parameters of one prompt, checked against context and vocabulary."""
         defaults, context_length = self._defaults, self._defaults.context_length
@@ -304,16 +310,20 @@ class PromptPreparer:
         if num_prompt_tokens > context_length or room < 1:
             raise RequestError(
                 "context_exceeded",
-                f"{name} has {num_prompt_tokens} tokens, and the context of {context_length} must "
-                "hold the prompt and at least one new token: shorten it, or set truncate_prompt_tokens",
+                f"{about} has {num_prompt_tokens} tokens, and the context of {context_length} must "
+                "hold the prompt and at least one new token: shorten it"
+                + remedy(f", or set {param('truncate_prompt_tokens')}"),
+                sizes={"tokens": num_prompt_tokens, "limit": context_length - (not defaults.is_encoder_decoder)},
             )
         for parameter in ("max_new_tokens", "min_new_tokens"):
             number = getattr(parameters, parameter)
             if number is not None and number > room:
                 raise RequestError(
                     "context_exceeded",
-                    f"{name} has {num_prompt_tokens} tokens, which leaves room for {parameter} <= {room} "
+                    f"{about} has {num_prompt_tokens} tokens, which leaves room for {param(parameter)} <= {room} "
                     f"in the context of {context_length}, got {number}",
+                    field=parameter,
+                    sizes={"tokens": num_prompt_tokens, "new_tokens": number, "limit": context_length},
                 )
         params = resolve_sampling_params(parameters, *defaults.layers, max_new_tokens=defaults.max_output_length)
         params = replace(params, max_new_tokens=min(params.max_new_tokens, room))
@@ -324,7 +334,8 @@ class PromptPreparer:
             )
             raise RequestError(
                 "invalid_parameter",
-                f"{parameter} must be <= {defaults.max_num_seqs} here (setting max_num_seqs), got {params.num_rows}",
+                f"{param(parameter)} must be <= {defaults.max_num_seqs} here (setting max_num_seqs), got "
+                f"{params.num_rows}",
             )
         check_token_ids(params, self.codec.vocabulary_size)
         if asked.stop_token_ids:

@@ -20,6 +20,7 @@ from hf_triton.protocol.parameters import (
 from hf_triton.protocol.structured_output import Grammar
 from hf_triton.protocol.tool_choice import ForcedCall
 from hf_triton.sampling.params import SamplingParams
+from hf_triton.sentence import param, remedy
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,7 @@ def check_token_ids(params: SamplingParams, vocabulary_size: int) -> None:
         if highest >= vocabulary_size:
             raise RequestError(
                 "invalid_parameter",
-                f"{name} names the token {highest}, and the model's token ids are below {vocabulary_size}",
+                f"{param(name)} names the token {highest}, and the model's token ids are below {vocabulary_size}",
             )
 
 
@@ -193,8 +194,8 @@ def _grammar(layers: Sequence[GenerationParameters]) -> Grammar | None:
     if also:
         raise RequestError(
             "invalid_parameter",
-            f"{also} would end the output against the folder's {grammar.parameter}: leave it out, or say "
-            'response_format {"type": "text"}',
+            f"{param(also)} would end the output against the folder's {grammar.parameter}: leave it out"
+            + remedy(f', or say {param("response_format")} {{"type": "text"}}'),
         )
     return grammar
 
@@ -245,10 +246,13 @@ def _check_params(params: SamplingParams, request: GenerationParameters) -> None
 def _check_without_beams(params: SamplingParams, request: GenerationParameters) -> None:
     for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
         if getattr(request, name) not in (None, neutral):
-            raise RequestError("invalid_parameter", f"{name} has no effect without num_beams above 1: leave it out")
+            raise RequestError(
+                "invalid_parameter", f"{param(name)} has no effect without {param('num_beams')} above 1: leave it out"
+            )
     for name, count in (("num_return_sequences", params.num_return_sequences), ("best_of", params.num_sequences)):
         if count > 1 and not params.do_sample:
             raise RequestError(
                 "invalid_parameter",
-                f"{name} {count} would give {count} equal completions without sampling: set a temperature, or {name} 1",
+                f"{param(name)} {count} would give {count} equal completions without sampling: set a "
+                f"{param('temperature')}, or {param(name)} 1",
             )

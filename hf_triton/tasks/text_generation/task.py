@@ -26,6 +26,7 @@ from hf_triton.protocol.requests import (
     with_named_outputs,
 )
 from hf_triton.runner.gpu_memory import WHOLE_GPU, GpuPart
+from hf_triton.sentence import param
 from hf_triton.settings import ModelSettings
 from hf_triton.tasks.adapters import AdapterStore
 from hf_triton.tasks.admission import request_limits
@@ -105,7 +106,8 @@ class TextGeneration(EngineTask[GenerationResponse]):
         if checked.options.return_timings and not self._returns_timings:
             raise RequestError(
                 "invalid_parameter",
-                "return_timings needs a server of Triton 25.02 or newer, and this one is older: leave it out",
+                f"{param('return_timings')} needs a server of Triton 25.02 or newer, and this one is older: leave it "
+                "out",
             )
         self.generate(request, checked, config)
 

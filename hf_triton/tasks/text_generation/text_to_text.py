@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from hf_triton.errors import CheckpointError, RequestError, clip
 from hf_triton.files import read_json
 from hf_triton.protocol.names import TEXT_TO_TEXT
+from hf_triton.sentence import param, param_list
 
 if TYPE_CHECKING:
     from hf_triton.hub.checkpoint import Checkpoint
@@ -61,10 +62,12 @@ class Languages:
         for name, language, is_needed in (("src_lang", source, True), ("tgt_lang", tgt_lang, not self.has_target)):
             if language is None and is_needed:
                 raise RequestError(
-                    "invalid_parameter", f"{name} is missing: name one of the model's languages, {self._names()}"
+                    "invalid_parameter", f"{param(name)} is missing: name one of the model's languages, {self._names()}"
                 )
             if language is not None and language not in self.first_ids:
-                raise RequestError("invalid_parameter", f"{name} must be one of {self._names()}, got {clip(language)}")
+                raise RequestError(
+                    "invalid_parameter", f"{param(name)} must be one of {self._names()}, got {clip(language)}"
+                )
         first_id = None if tgt_lang is None else self.first_ids[tgt_lang]
         return Direction(special_ids=self.special_ids[str(source)], first_id=first_id)
 
@@ -98,7 +101,7 @@ class TextToText:
         given = next((name for name, value in (("src_lang", src_lang), ("tgt_lang", tgt_lang)) if value), None)
         if not self.pairs:
             if given:
-                raise RequestError("invalid_parameter", f"{given} has no effect: this model takes no languages")
+                raise RequestError("invalid_parameter", f"{param(given)} has no effect: this model takes no languages")
             return Direction(self.prefix)
         if not given and text.startswith(tuple(self.pairs.values())):
             return Direction()
@@ -107,7 +110,8 @@ class TextToText:
             known = ", ".join(f"{source} and {target}" for source, target in self.pairs)
             got = f"{clip(src_lang)} and {clip(tgt_lang)}" if given else "none"
             raise RequestError(
-                "invalid_parameter", f"src_lang and tgt_lang must be one of the pairs {known}, got {got}"
+                "invalid_parameter",
+                f"{param_list(('src_lang', 'tgt_lang'), ' and ')} must be one of the pairs {known}, got {got}",
             )
         return Direction(prefix)
 

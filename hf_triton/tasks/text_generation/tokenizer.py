@@ -9,6 +9,7 @@ from itertools import islice
 from typing import Any, Final
 
 from hf_triton.errors import RequestError, clip, panics_as_errors
+from hf_triton.sentence import param
 from hf_triton.tasks.text_generation.detokenizer import (
     NUM_CONTEXT_TOKENS,
     REPLACEMENT,
@@ -55,7 +56,7 @@ class TextCodec:
     def encode(
         self,
         text: str,
-        row: int,
+        about: str = "the prompt",
         *,
         adds_special_tokens: bool = True,
         special_ids: tuple[list[int], list[int]] | None = None,
@@ -64,7 +65,7 @@ class TextCodec:
 
         Args:
             text: The prompt.
-            row: Its index in the request, for messages.
+            about: What sentences call it.
             adds_special_tokens: Whether to add the tokenizer's special tokens; a chat template has written them.
             special_ids: Tokens to put before and after the text's instead.
 
@@ -79,13 +80,11 @@ class TextCodec:
             firsts = (self._tokenizer.bos_token_id, self._tokenizer.eos_token_id)
             ids = [token_id for token_id in firsts if token_id is not None][:1]
         if not ids:
-            raise RequestError(
-                "invalid_input", f"text_input row {row} is empty, and this model needs a token to begin with"
-            )
+            raise RequestError("invalid_input", f"{about} is empty, and this model needs a token to begin with")
         if max(ids) >= self.vocabulary_size:
             raise RequestError(
                 "invalid_input",
-                f"text_input row {row} holds token {max(ids)}, and the model knows {self.vocabulary_size} tokens: "
+                f"{about} holds token {max(ids)}, and the model knows {self.vocabulary_size} tokens: "
                 "tokenizer and model do not belong together",
             )
         return ids
@@ -105,7 +104,8 @@ class TextCodec:
             index = next(index for index, token_id in enumerate(ids) if token_id >= self.vocabulary_size)
             raise RequestError(
                 "invalid_input",
-                f"{name}[{index}] is {ids[index]}, and the model's token ids are below {self.vocabulary_size}",
+                f"{param(f'{name}[{index}]')} is {ids[index]}, and the model's token ids are below "
+                f"{self.vocabulary_size}",
             )
 
     def encode_bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
@@ -191,7 +191,9 @@ class TextCodec:
         spellings = {tuple(self._encode(text, adds_special_tokens=False)) for text in (word, " " + word.lstrip())}
         unknown = self._tokenizer.unk_token_id
         if any(not ids or unknown in ids or max(ids) >= self.vocabulary_size for ids in spellings):
-            raise RequestError("invalid_parameter", f"bad_words holds {clip(word)}, which this model has no tokens for")
+            raise RequestError(
+                "invalid_parameter", f"{param('bad_words')} holds {clip(word)}, which this model has no tokens for"
+            )
         return [ids for ids in spellings if not any(_is_tail(other, ids) for other in spellings)]
 
     def _encode(self, text: str, *, adds_special_tokens: bool) -> list[int]:
