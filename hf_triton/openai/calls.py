@@ -18,7 +18,7 @@ from typing import Any, Final
 import grpc
 from tritonclient.grpc import service_pb2
 
-from hf_triton.protocol.options import CANCEL
+from hf_triton.protocol.names import CANCEL
 
 Metadata = tuple[tuple[str, str], ...]
 

@@ -307,7 +307,7 @@ def _kinds(annotation: object) -> set[object]:
 def _whole(value: Any) -> Any:
     """Numbers such as 3.0 as whole ones: JSON has one kind of number, and some clients write all of them so."""
     if isinstance(value, list):
-        return [_whole(each) for each in value] if any(type(each) in (float, list) for each in value) else value
+        return [_whole(each) for each in value] if any(type(each) is float for each in value) else value
     return int(value) if type(value) is float and value.is_integer() else value
 
 

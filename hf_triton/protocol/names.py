@@ -14,6 +14,8 @@ LEGACY_TEXT: Final = "text"
 TEXT_OUTPUTS: Final = (TEXT, LEGACY_TEXT)
 JSON_OUTPUT: Final = "output"
 """One JSON text for each row, under the name that MLServer gives it."""
+CANCEL: Final = "cancel"
+"""The parameter of a request that cancels those of its id."""
 TaskName = Literal[
     "text-generation",
     "embeddings",

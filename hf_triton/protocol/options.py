@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict
 
 from hf_triton.protocol.chat import ChatOptions
 from hf_triton.protocol.model_info import MODEL_INFO
+from hf_triton.protocol.names import CANCEL
 from hf_triton.protocol.parameters import GenerationParameters
 from hf_triton.protocol.validation import validated
 
@@ -112,7 +113,6 @@ PARAMETERS: Final[Mapping[str, type[BaseModel]]] = {
     name: model for model in (RequestOptions, ChatOptions, GenerationParameters) for name in model.model_fields
 }
 """Every request parameter and the model that declares it."""
-CANCEL: Final = "cancel"
 BEFORE_INPUTS: Final = (CANCEL, MODEL_INFO)
 """Never inputs: they are read before tensors are."""
 OPTIONS: Final = frozenset(RequestOptions.model_fields)

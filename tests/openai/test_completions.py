@@ -15,7 +15,8 @@ def test_answer_is_of_openais_type(gateway: GatewayThread) -> None:
     body = {"model": "demo", "prompt": "The model", "max_tokens": 5, "logprobs": 2}
     answer = httpx.post(f"{gateway.url}/v1/completions", json=body).json()
     Completion.model_validate(answer, strict=True)
-    assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
+    details = {"prompt_tokens_details": {"cached_tokens": 0}}
+    assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8, **details}
 
 
 def test_prompts_of_a_list_keep_their_order(client: openai.OpenAI) -> None:

@@ -47,7 +47,7 @@ def test_each_request_has_its_answer_or_its_error(gateway: GatewayThread, client
         json.dumps({"custom_id": "é", "method": "POST", "url": CHAT, "body": chat}, ensure_ascii=False),
         "",
         line("2", max_tokens=8),
-        line("3", max_tokens=-1),
+        line("3", max_tokens=-2),
         line("4", model="nothing"),
         line("5", url="/v1/embeddings"),
     ]

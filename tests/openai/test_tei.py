@@ -148,7 +148,9 @@ def test_info_says_what_a_model_is(gateway: GatewayThread) -> None:
     assert about["max_input_length"] > 0
     several = httpx.get(f"{gateway.url}/info")
     assert several.status_code == 400
-    assert several.json()["error"].startswith("there are 7 models: name one by ?model=NAME; there are 'minilm', ")
+    assert several.json()["error"].startswith(
+        "model is required, as there are 7 models: name one by ?model=NAME; there are 'minilm', "
+    )
 
 
 @pytest.mark.parametrize(
