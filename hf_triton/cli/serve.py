@@ -17,8 +17,8 @@ import click
 from click.core import ParameterSource
 
 from hf_triton.cli.board import Board
-from hf_triton.cli.doors import door_repository, encoder_declaration, has_chat_template, streamed_folder
-from hf_triton.cli.examples import config_of_task, ready_text, takes_chats
+from hf_triton.cli.doors import door_repository, streamed_folder
+from hf_triton.cli.examples import loaded_model, model_on_demand, ready_text
 from hf_triton.cli.folders import defects, guess_reason, model_folders, with_remedy
 from hf_triton.cli.gateway import GatewayProcess
 from hf_triton.cli.gateway_options import BESIDE_TRITON, gateway_options, read_config
@@ -353,16 +353,14 @@ def _describe_ready(
         return as_typed("Ready; no model is loaded: `hf-triton load NAME` loads one.")
     if not configs or (reasons and exit_on_error):
         raise ServerError("server_failed", _refusal(not configs))
-    return ready_text(server, config, configs, lambda name: takes_chats(server, name))
+    return ready_text(server, config, [loaded_model(server, each) for each in configs])
 
 
 def _describe_on_demand(server: TritonServer, config: GatewayConfig | None, excluded: Mapping[str, str]) -> str:
     """What to say of folders that are loaded when they are asked for."""
     folders = {folder.name for folder in model_folders(server.model_repository)} - set(excluded)
     names = sorted(name for name in folders if name.removesuffix(SUFFIX) not in folders - {name})
-    paths = {name: server.model_repository / name for name in names}
-    configs = [config_of_task(name, encoder_declaration(path)) for name, path in paths.items()]
-    requests = ready_text(server, config, configs, lambda name: has_chat_template(paths[name]))
+    requests = ready_text(server, config, [model_on_demand(server.model_repository / name) for name in names])
     return f"Loaded when asked for: {', '.join(names)}.\n{requests}"
 
 

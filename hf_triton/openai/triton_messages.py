@@ -23,6 +23,7 @@ from hf_triton.protocol.names import (
     TEXT_OUTPUTS,
     TEXT_TO_TEXT,
     TaskName,
+    declared_input,
 )
 from hf_triton.protocol.thinking import SWITCHES, switched, unread
 
@@ -271,11 +272,12 @@ def _add_texts(message: Any, folder: Folder, request: TextRequest) -> dict[str, 
     """Add the texts and the wanted outputs of a request to an encoder; returns its parameters."""
     num_rows = max(map(len, request.texts.values()))
     for name, texts in request.texts.items():
-        if name not in folder.inputs:
+        declared = declared_input(name, folder.inputs, folder.required)
+        if declared is None:
             sentence = f"the model '{folder.name}' takes no {name}; its inputs are {', '.join(sorted(folder.inputs))}"
             raise ApiError(400, sentence, param=request.names.get(name, name), code="unsupported_parameter")
         is_shared = len(texts) == 1 and folder.max_batch_size > 0  # whose inputs have as many rows each
-        _add_strings(message, folder, name, [*texts] * num_rows if is_shared else texts)
+        _add_strings(message, folder, declared, [*texts] * num_rows if is_shared else texts)
     for name in request.outputs:
         message.outputs.add(name=name)
     return {**request.parameters, **caller()}
@@ -306,7 +308,11 @@ def _add_generation(message: Any, folder: Folder, generation: Generation, *, is_
             _check_required(folder, "prompts of token ids")
             parameters[PROMPT_TOKEN_IDS] = to_json(generation.prompt_token_ids).decode()
     else:
-        _add_strings(message, folder, PROMPT, generation.prompts)
+        name = declared_input(PROMPT, folder.inputs, folder.required) or PROMPT
+        _add_strings(message, folder, name, generation.prompts)
+        if name != PROMPT:  # is answered in the form of the server that calls it so, unless outputs are named
+            for output in sorted({*TEXT_OUTPUTS, *generation.returns} & folder.outputs):
+                message.outputs.add(name=output)
     return parameters
 
 

@@ -18,8 +18,6 @@ from hf_triton.protocol.tensors import Array, decode_string
 
 SOURCES: Final = (PROMPT, MESSAGES, PROMPT_TOKEN_IDS)
 """A request gives one of them."""
-PROMPT_ALIASES: Final = ("args", "text_inputs")
-"""What MLServer's clients call the input of prompts."""
 MAX_TOKEN_ID: Final = 2**31 - 1
 
 TokenIds = tuple[int, ...]
