@@ -114,7 +114,7 @@ def serving(
             stack.enter_context(server)
         state = next(entry for entry in server.models() if entry.name == name)
         if state.state != "READY":
-            reason = with_remedy(state.sentence) or guess_reason(repository / name)
+            reason = with_remedy(state.sentence) or guess_reason(repository / name) or "see Triton's log"
             raise ServerError("server_failed", f"{name} cannot be served: {reason}")
         yield name, server
 

@@ -202,3 +202,26 @@ def test_printed_requests_have_the_names_that_folders_declare(
     assert {"model": "labels", "input": "The harbour is beautiful."} in bodies
     refused = {body: answer for body, answer in answers.items() if "error" in json.loads(answer)}
     assert list(map(json.loads, refused)) in ([], [{"QUERY": "Anna lives at the harbour."}])  # which has no mask
+
+
+def test_explicit_mode_shows_folders_that_cannot_be_read(
+    checkpoint: Path, tmp_path: Path, make_folder: Callable[..., Path]
+) -> None:
+    repository = tmp_path / "repository"
+    make_folder(repository, "tiny", huggingface_model=checkpoint)
+    make_folder(repository, "garbled", huggingface_model=checkpoint, config="parameters {")
+    ensemble = repository / "joined"
+    (ensemble / "1").mkdir(parents=True)
+    (ensemble / "config.pbtxt").write_text(
+        """platform: "ensemble"
+        input [ { name: "TEXT" data_type: TYPE_FP32 dims: [ -1 ] } ]
+        output [ { name: "FOUND" data_type: TYPE_STRING dims: [ -1 ] } ]
+        ensemble_scheduling { step [ { model_name: "tiny" model_version: -1
+          input_map { key: "text_input" value: "TEXT" } output_map { key: "text_output" value: "FOUND" } } ] }"""
+    )
+    flags = ("--", "--model-control-mode=explicit", "--load-model=*")
+    with running(str(repository), *flags, output=tmp_path / "output") as serving:
+        output = serving.wait_for("Ctrl+C stops the server", 240)
+    assert "garbled: failed: config.pbtxt cannot be parsed: " in output
+    assert re.search("joined: failed: .*(does not fit|inconsistent)", output)
+    assert "tiny: ready" in output
