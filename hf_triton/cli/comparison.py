@@ -91,9 +91,9 @@ class Row:
         return min(self.total_gain(base), statistics.geometric_mean(by_shortest))
 
 
-def noisiest(rows: Sequence[Row]) -> tuple[Row, Case] | None:
+def noisiest(rows: Sequence[Row]) -> tuple[Row, tuple[int, int]] | None:
     """The candidate and case whose times scatter most, if they scatter too much to decide by."""
-    pairs = [(row, case) for row in rows for case in row.rounds if case != TEXTS]
+    pairs = [(row, case) for row in rows for case in row.rounds if not isinstance(case, str)]
     row, case = max(pairs, key=lambda pair: pair[0].scatter(pair[1]))
     return (row, case) if row.scatter(case) > MAX_SCATTER else None
 

@@ -300,15 +300,15 @@ def conclusion(rows: Sequence[Row], best: Row | None, target: Path) -> str:
             return f"{stays}: all others are refused."
         [other] = [row for row in rows if row.name == fastest]
         if other.total_gain(base) >= MIN_GAIN and (noise := noisiest([base, other])):
-            row, case = noise
-            times_ms = [1000 * time_s for time_s in row.samples_s(case)]
+            row, (num_texts, num_tokens) = noise
+            times_ms = [1000 * time_s for time_s in row.samples_s((num_texts, num_tokens))]
             return (
-                f"{stays}: the times of {row.name} for {case[0]} x {case[1]} tokens scatter from {min(times_ms):.2f} to "
-                f"{max(times_ms):.2f} ms, too much to decide by: measure again on a machine that does nothing else."
+                f"{stays}: the times of {row.name} for {num_texts} x {num_tokens} tokens scatter from "
+                f"{min(times_ms):.2f} to {max(times_ms):.2f} ms, too much to decide by: measure again on a machine that "
+                "does nothing else."
             )
-        return (
-            f"{stays}: the fastest other, {fastest}, is {gains[fastest]:.2f} times as fast, and it takes {MIN_GAIN:g}."
-        )
+        gain = f"{gains[fastest]:.2f} times as fast"
+        return f"{stays}: the fastest other, {fastest}, is {gain}, and it takes {MIN_GAIN:g}."
     mixed = best.gain(base, TEXTS)
     advice = " (keep PyTorch where many clients ask at a time)" if mixed < 1 else ""
     return (
