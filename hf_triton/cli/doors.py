@@ -127,9 +127,9 @@ def mask_token(folder: Path) -> str:
     with contextlib.suppress(HfTritonError, ImportError):
         settings = load_folder_settings(parse_config(folder), ModelSettings).settings
         checkpoint = Hub(folder, settings, os.environ).find_config_folder()
-        for name in TOKEN_FILES if checkpoint else ():
+        for file in [checkpoint / name for name in TOKEN_FILES] if checkpoint else []:
             with contextlib.suppress(HfTritonError, AttributeError, OSError, ValueError):
-                token = read_json(checkpoint / name).get("mask_token")
+                token = read_json(file).get("mask_token")
                 if token := token.get("content") if isinstance(token, dict) else token:
                     return str(token)
     return MASK

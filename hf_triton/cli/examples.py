@@ -46,19 +46,19 @@ OPENAI = """  curl {options}{address}/v1/{path} -H 'Content-Type: application/js
     -d {body}"""
 SPEECH = """  curl {options}{address}/v1/audio/transcriptions {key}-F model={name} -F file=@speech.wav"""
 KEY = """-H "Authorization: Bearer $OPENAI_API_KEY" """
+Fields = Mapping[str, object]
 TEXT_GENERATION: Final = "text-generation"
 SPEECH_RECOGNITION: Final = "automatic-speech-recognition"
 START: Final = "How can you be"
-PROMPT_FIELDS: Final = {PROMPT: START}
-CHAT: Final = ("chat/completions", {"messages": [{"role": "user", "content": START}]})
-COMPLETION: Final = ("completions", {"prompt": START})
+PROMPT_FIELDS: Final[Fields] = {PROMPT: START}
+CHAT: Final[tuple[str, Fields]] = ("chat/completions", {"messages": [{"role": "user", "content": START}]})
+COMPLETION: Final[tuple[str, Fields]] = ("completions", {"prompt": START})
 PIXEL: Final = "R0lGODlhAQABAIAAAP///wAAACH5BAEAAAAALAAAAAABAAEAAAICRAEAOw=="
 """An image of one pixel."""
 QUESTION: Final = "How far is the harbour?"
 PEOPLE: Final = "Anna lives at the harbour."
 HARBOUR: Final = "The harbour is beautiful."
 RANKED: Final = {"query": QUESTION, "documents": ["A mile.", "The gulls are loud."]}
-Fields = Mapping[str, object]
 ENCODERS: Final[Mapping[str, tuple[Fields, tuple[str, Fields] | None]]] = {
     "embeddings": ({"text": QUESTION}, ("embeddings", {"input": QUESTION})),
     "rerank": (RANKED, ("rerank", RANKED)),
@@ -141,9 +141,11 @@ def _requests(model: Served, server: TritonServer, gateway: GatewayConfig | None
         if gateway is not None:
             yield SPEECH_RECOGNITION, SPEECH.format(**_way(gateway), name=model.name)
         return
+    example: Fields
+    asked: tuple[str, Fields] | None
     if _generates(model):
         example, asked = PROMPT_FIELDS, CHAT if gateway and model.takes_chats and not model.lacks({}) else COMPLETION
-    elif model.task in ENCODERS:
+    elif model.task is not None and model.task in ENCODERS:
         example, asked = ENCODERS[model.task]
     else:
         texts = model.texts or tuple(name for name, is_required in (model.inputs or {}).items() if is_required)
@@ -198,7 +200,7 @@ def loaded_model(server: TritonServer, config: Mapping[str, Any]) -> Served:
     strings = {port["name"]: not port.get("optional", False) for port in ports if _takes_one_string(port)}
     return Served(
         config["name"],
-        TEXT_GENERATION if is_door else info and info.task,
+        TEXT_GENERATION if is_door else info.task if info else None,
         {**{port["name"]: False for port in ports if info}, **strings},
         info.inputs if info else (),
         any(not port.get("optional", False) and port["name"] not in strings for port in ports),
@@ -217,7 +219,7 @@ def model_on_demand(folder: Path) -> Served:
     if generates_text(folder):
         return Served(folder.name, TEXT_GENERATION, takes_chats=has_chat_template(folder))
     declaration = encoder_declaration(folder)
-    return Served(folder.name, declaration and declaration.name, mask_token=mask_token(folder))
+    return Served(folder.name, declaration.name if declaration else None, mask_token=mask_token(folder))
 
 
 def _takes_one_string(port: Mapping[str, Any]) -> bool:

@@ -304,8 +304,8 @@ def conclusion(rows: Sequence[Row], best: Row | None, target: Path) -> str:
             times_ms = [1000 * time_s for time_s in row.samples_s((num_texts, num_tokens))]
             return (
                 f"{stays}: the times of {row.name} for {num_texts} x {num_tokens} tokens scatter from "
-                f"{min(times_ms):.2f} to {max(times_ms):.2f} ms, too much to decide by: measure again on a machine that "
-                "does nothing else."
+                f"{min(times_ms):.2f} to {max(times_ms):.2f} ms, too much to decide by: measure again on a machine "
+                "that does nothing else."
             )
         gain = f"{gains[fastest]:.2f} times as fast"
         return f"{stays}: the fastest other, {fastest}, is {gain}, and it takes {MIN_GAIN:g}."
