@@ -147,7 +147,7 @@ def _identity(machine: Record) -> tuple[object, ...]:
 
 
 def _reader_row(what: str, load: str, names: tuple[str, str, str], runs: list[list[Record]]) -> str:
-    model, name, of_load = names
+    model, _, of_load = names
     for run in runs:
         by_names = {(each["part"], each.get("model"), each.get("name"), each.get("load")): each for each in run}
         found = by_names.get(("engine", *names)) or by_names.get(("encoder", *names), {})

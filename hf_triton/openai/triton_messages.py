@@ -88,6 +88,8 @@ class Folder:
     """What the model's process says; None: it says nothing, and ports and parameters tell."""
     required: frozenset[str] = frozenset()
     """The inputs that Triton demands of each request."""
+    fixed_sizes: Mapping[str, int] = field(default_factory=dict)
+    """By required input, the number of elements that each request must have, where the folder's `dims` fix it."""
 
     @classmethod
     def from_config(cls, name: str, config: Any) -> Folder:
@@ -100,6 +102,11 @@ class Folder:
             frozenset(port.name for port in config.output),
             {key: value.string_value for key, value in config.parameters.items()},
             required=frozenset(port.name for port in config.input if not port.optional),
+            fixed_sizes={
+                port.name: port.dims[0]
+                for port in config.input
+                if not (port.optional or config.max_batch_size) and len(port.dims) == 1 and port.dims[0] > 0
+            },
         )
 
     @property
@@ -327,6 +334,13 @@ def _check_required(folder: Folder, what: str) -> None:
 
 
 def _add_strings(request: Any, folder: Folder, name: str, texts: Sequence[str | bytes]) -> None:
+    size = folder.fixed_sizes.get(name, len(texts))
+    if size != len(texts):
+        message = (
+            f"a request to the folder {folder.name} has {size} of {name}, got {len(texts)}: send so many, or make its "
+            "dims [ -1 ] in config.pbtxt"
+        )
+        raise ApiError(400, message, code="unsupported_parameter")
     shape = [len(texts), 1] if folder.max_batch_size else [len(texts)]
     request.inputs.add(name=name, datatype="BYTES", shape=shape)
     encoded = [text if isinstance(text, bytes) else text.encode() for text in texts]

@@ -86,9 +86,7 @@ def reference(checkpoints: dict[str, Path]) -> Callable[[str], Reference]:
 
 @pytest.fixture(scope="module")
 def hub(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopbackHub]:
-    sentiment = save_task_checkpoint(
-        tmp_path_factory.mktemp("sentiment"), "distilbert", "sequence", num_labels=2, max_position_embeddings=512
-    )
+    sentiment = save_task_checkpoint(tmp_path_factory.mktemp("sentiment"), "distilbert", "sequence", num_labels=2)
     with LoopbackHub() as hub:
         for name, folder in checkpoints.items():
             hub.add(name, folder, gated=name == LLAMA)
@@ -286,8 +284,8 @@ TRANSFORMER_DEPLOY = (
     '--percentile=95 --string-data "This live event is great. I will sign-up for Infinity." --shape TEXT:1 -i grpc -a'
 )
 """Of its two printed commands; the second one adds a range and a file."""
-MODEL_PART = "--input-data rows.json --shape input_ids:8,384 --shape attention_mask:8,384 -i grpc -a"
-"""Of its command for the model alone, with data in place of zeros; it adds the same."""
+MODEL_PART = "--input-data rows.json --shape input_ids:8,128 --shape attention_mask:8,128 -i grpc -a"
+"""Of its command for the model alone, with data in place of zeros, and fewer tokens; it adds the same."""
 RANGE = "--concurrency-range 1:2 -f perf.csv"
 DATA = {"data": [{"text_input": {"content": [PROMPTS[0]], "shape": [1]}}]}
 RUNS = {
@@ -307,7 +305,8 @@ def test_perf_analyzer(case: str, server: TritonServer, tmp_path: Path) -> None:
     arguments, levels = RUNS[case]
     (tmp_path / "data.json").write_text(json.dumps(DATA))
     page = (ROOT / "docs" / "perf-analyzer.md").read_text(encoding="utf-8")
-    shell(*re.findall(r"^python3 -c .* > rows.json$", page, re.MULTILINE), tmp_path)
+    [rows] = re.findall(r"^python3 -c .* > rows.json$", page, re.MULTILINE)
+    shell(rows.replace("384", "128"), tmp_path)
     for name in ("data.json", "rows.json", "perf.csv"):
         arguments = arguments.replace(name, str(tmp_path / name))
     done = perf_analyzer(server, arguments)
