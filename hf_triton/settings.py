@@ -146,9 +146,9 @@ class ModelSettings(BaseModel):
     )
 
     huggingface_model: Annotated[str, annotated_types.MinLen(1), AfterValidator(_check_model_name)]
-    """The model to serve: a name on the Hub (`tiiuae/falcon-7b`), or a path that begins with `/`, `./` or `../`.
-    Relative paths start at the model folder. A folder with a `task` may leave it out, and gets the default model of
-    transformers' pipeline for that task, if there is one."""
+    """The model to serve: a name on the Hub (`tiiuae/falcon-7b`) or the address of its page, or a path that begins with
+    `/`, `./` or `../`. Relative paths start at the model folder. A folder with a `task` may leave it out, and gets the
+    default model of transformers' pipeline for that task, if there is one."""
 
     task: TaskName | None = None
     """What the model does. By default what the checkpoint's files say: `embeddings` or `sparse-embeddings` for models

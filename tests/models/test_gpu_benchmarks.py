@@ -72,8 +72,12 @@ def test_a_document_has_ten_rows_of_the_last_day_and_no_run_that_failed(tmp_path
         ("2027-02-01-card", [{"part": "machine", "card": "Card", "date": "2027-02-01"}, decode, rows]),
         (
             "2027-02-01-card-2",
-            [{"part": "machine", "card": "Card", "date": "2027-02-01"}, equal, {**equal, "name": "auto"}]
-            + [{"part": "run", "name": "tests", "failed": "exit status 2"}],
+            [
+                {"part": "machine", "card": "Card", "date": "2027-02-01"},
+                equal,
+                {**equal, "name": "auto"},
+                {"part": "run", "name": "tests", "failed": "exit status 2"},
+            ],
         ),
     ):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
