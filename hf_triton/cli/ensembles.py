@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,16 @@ class Port:
 Ports = Mapping[str, Port]
 
 
+@dataclass(frozen=True)
+class Known:
+    """What is known of a model's ports."""
+
+    inputs: Ports
+    outputs: Ports
+    is_complete: bool
+    """Whether it has no others; other backends may add some at load."""
+
+
 def misfits(folder: Path) -> Iterator[str]:
     """What does not fit in an ensemble, a sentence each; of models whose ports are not known, nothing is said.
 
@@ -63,20 +73,19 @@ def misfits(folder: Path) -> Iterator[str]:
     steps = [(step, _model_ports(folder.parent / step.model_name)) for step in message.ensemble_scheduling.step]
     for step, known in steps:
         for name, tensor in step.output_map.items():
-            if known is not None and name not in known[1]:
-                yield f"{step.model_name} has no output '{name}'{suggest(name, known[1])}"
-            tensors[tensor] = known[1].get(name) if known else None
+            tensors[tensor] = known.outputs.get(name)
+            if known.is_complete and name not in known.outputs:
+                yield f"{step.model_name} has no output '{name}'{suggest(name, known.outputs)}"
     for step, known in steps:
         for name, tensor in step.input_map.items():
             if tensor not in tensors:
                 yield f"nothing gives the tensor '{tensor}', which {step.model_name} takes as {name}"
-            elif known is not None and name not in known[0]:
-                yield f"{step.model_name} has no input '{name}'{suggest(name, known[0])}"
-            elif known is not None:
-                yield from _compare(tensor, tensors[tensor], known[0][name])
-        needed = [name for name, port in known[0].items() if not port.is_optional] if known else []
-        for name in needed:
-            if name not in step.input_map:
+            elif name in known.inputs:
+                yield from _compare(tensor, tensors[tensor], known.inputs[name])
+            elif known.is_complete:
+                yield f"{step.model_name} has no input '{name}'{suggest(name, known.inputs)}"
+        for name, port in known.inputs.items():
+            if name not in step.input_map and not port.is_optional:
                 yield f"nothing is mapped to the input '{name}' of {step.model_name}"
     for name, port in outputs.items():
         if name not in tensors:
@@ -94,27 +103,36 @@ def _fit(one: list[int], other: list[int]) -> bool:
     return len(one) == len(other) and all(a == b or ANY in (a, b) for a, b in zip(one, other, strict=True))
 
 
-def _model_ports(folder: Path) -> tuple[Ports, Ports] | None:
-    """A model's inputs and outputs; None: its folder does not say them all."""
+def _model_ports(folder: Path) -> Known:
+    """A model's inputs and outputs, as far as its folder says."""
     try:
         config = {"input": [], "output": [], "max_batch_size": 0, **as_json(parse_message(folder))}
-        if own_names(folder) is not None:
-            own = own_class(folder)
-            settings = load_folder_settings(config, own.settings_class).settings
-            if not isinstance(settings, ModelSettings):
-                return None
-            is_known = own.task_class or settings.task or Hub(folder, settings, os.environ).find_config_folder()
-            if not is_known:
-                return None
-            task = folder_task(own.task_class, settings, folder)
-            if task is None:
-                more = missing_ports(config, settings.parameters_as_inputs)
-            else:
-                more = missing_task_ports(task.declaration, config, settings.parameters_as_inputs)
-            config |= {side: [*config[side], *ports] for side, ports in zip(("input", "output"), more, strict=True)}
+        more = _completed(folder, config) if own_names(folder) is not None else None
     except (HfTritonError, ImportError):  # the folder's own check says what is wrong
+        return Known({}, {}, is_complete=False)
+    for side, ports in zip(("input", "output"), more or ((), ()), strict=True):
+        config[side] = [*config[side], *ports]
+    return Known(*_ports(config, folder.name), is_complete=more is not None)
+
+
+def _completed(
+    folder: Path, config: Mapping[str, Any]
+) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]] | None:
+    """The inputs and outputs that a folder of this library gets at load; None: its task is not known yet.
+
+    Raises:
+        HfTritonError: The folder cannot be served.
+    """
+    own = own_class(folder)
+    settings = load_folder_settings(config, own.settings_class).settings
+    if not isinstance(settings, ModelSettings):
         return None
-    return _ports(config, folder.name) if config["input"] and config["output"] else None
+    if not (own.task_class or settings.task or Hub(folder, settings, os.environ).find_config_folder()):
+        return None
+    task = folder_task(own.task_class, settings, folder)
+    if task is None:
+        return missing_ports(config, settings.parameters_as_inputs)
+    return missing_task_ports(task.declaration, config, settings.parameters_as_inputs)
 
 
 def _ports(config: Mapping[str, Any], owner: str) -> tuple[Ports, Ports]:

@@ -787,3 +787,14 @@ def test_an_ensemble_that_does_not_fit_is_told(case: str, tmp_path: Path, make_f
     [found] = json.loads(run("check", "--json", joined).stdout)
     errors = [each["finding"] for each in found["findings"] if each["state"] == "error"]
     assert [sentence in error for error in errors] == ([True] if sentence else []), errors
+
+
+def test_ports_that_another_backend_may_add_are_no_misfit(tmp_path: Path) -> None:
+    ports = """input [ {{ name: "{}" data_type: TYPE_STRING dims: [ -1 ] }} ]
+    output [ {{ name: "a" data_type: TYPE_FP32 dims: [ 4 ] }} ]"""
+    for name, config in (("masks", ports.format("text")), ("joined", STEP.format(**FITTING))):
+        (tmp_path / name / "1").mkdir(parents=True)
+        (tmp_path / name / "config.pbtxt").write_text(config)
+    assert findings(tmp_path / "joined") == {"ensemble": ("ok", "joins masks")}
+    (tmp_path / "masks" / "config.pbtxt").write_text(ports.format("needed"))
+    assert findings(tmp_path / "joined")["ensemble"] == ("error", "nothing is mapped to the input 'needed' of masks")
