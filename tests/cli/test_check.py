@@ -341,7 +341,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "another task": (of_another_task, "model", "LlamaForTokenClassification"),
     "labels to rerank by": (of_labels("rerank"), "model", "has 2 labels, and rerank needs a model with one score"),
     "no entailment": (of_labels("zero-shot-classification"), "model", "its labels are 'LABEL_0', 'LABEL_1'"),
-    "no modules.json": (lambda it: add(it, "task", "embeddings"), "modules", "set pooling to what its model card says"),
+    "no modules.json": (lambda it: add(it, "task", "embeddings"), "model", "set pooling to what its model card says"),
     "damaged tokenizer": (
         lambda it: (checkpoint_of(it) / "tokenizer.json").write_text("{"),
         "tokenizer",
