@@ -163,7 +163,8 @@ def start_service(
     from hf_triton.triton_backend.service import Service
 
     name, version, settings = args["model_name"], args["model_version"], model.settings
-    check_hooks(type(model), TritonPythonModel)
+    for sentence in check_hooks(type(model), TritonPythonModel):
+        logger.warning(sentence)
     meter = Meter()
     if settings.metrics:
         num_instances = count_instances(json.loads(args["model_config"]))

@@ -32,8 +32,15 @@ SERVICE_LINK: Final = re.compile(
     r"HF_TRITON_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
 )
 """What Kubernetes tells each pod of a Service whose name begins with `hf-triton`. No setting."""
+HUB_ADDRESS: Final = re.compile(
+    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/((?!(?:datasets|spaces|docs|collections|papers)/)[\w.-]+/[\w.-]+)(:\w[\w.-]*)?"
+    r"(?:/(tree|blob|resolve)/([\w.-]+)(?:/([\w./-]+?))?)?/?(?:\?[^#]*)?(?:#.*)?"
+)
+"""The address of a model's page, or of a file of it, with the revision behind `tree`, `blob` or `resolve`."""
 MOST_SEQS: Final = 4096
 """The most sequences that one model can run at a time."""
+HINTS: Final[Mapping[str, str]] = {"task": "; a folder whose 1/model.py has a task_class sets no task"}
+"""More to say of a wrong value, by setting."""
 SECRET_WORDS: Final = ("token", "secret", "password", "api_key")
 
 Seconds = Annotated[float, annotated_types.Gt(0), annotated_types.Le(7 * 24 * 3600)]
@@ -63,6 +70,26 @@ def _check_file_name(name: str) -> str:
     if not re.fullmatch(r"\w[\w.+ -]*(/\w[\w.+ -]*)?", name):
         raise ValueError(
             f"gguf_file must be a file's name in the repository, or a quantisation (Q4_K_M), got {clip(name)}"
+        )
+    return name
+
+
+def hub_name(model: str) -> str:
+    """A model's name as commands take it, if it is given as the address of its page on the Hub: `Qwen/Qwen3-0.6B`."""
+    found = HUB_ADDRESS.fullmatch(model)
+    if found is None:
+        return model
+    name, quantisation, kind, revision, file = found.groups()
+    named = quantisation or (f":{file}" if file and kind != "tree" else "")
+    return f"{name}{named}{f'@{revision}' if revision not in (None, 'main') else ''}"
+
+
+def _check_model_name(model: str) -> str:
+    name = hub_name(model)
+    if name != model and not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        alone = re.split("[:@]", name)[0]
+        raise ValueError(
+            f"huggingface_model must be {alone} alone, got {clip(model)}: set revision or gguf_file to more"
         )
     return name
 
@@ -118,10 +145,10 @@ class ModelSettings(BaseModel):
         str_strip_whitespace=True,
     )
 
-    huggingface_model: Annotated[str, annotated_types.MinLen(1)]
-    """The model to serve: a name on the Hub (`tiiuae/falcon-7b`), or a path that begins with `/`, `./` or `../`.
-    Relative paths start at the model folder. A folder with a `task` may leave it out, and gets the default model of
-    transformers' pipeline for that task, if there is one."""
+    huggingface_model: Annotated[str, annotated_types.MinLen(1), AfterValidator(_check_model_name)]
+    """The model to serve: a name on the Hub (`tiiuae/falcon-7b`) or the address of its page, or a path that begins with
+    `/`, `./` or `../`. Relative paths start at the model folder. A folder with a `task` may leave it out, and gets the
+    default model of transformers' pipeline for that task, if there is one."""
 
     task: TaskName | None = None
     """What the model does. By default what the checkpoint's files say: `embeddings` or `sparse-embeddings` for models
@@ -416,6 +443,9 @@ def load_settings(
         SettingsError: A setting is unknown, impossible, contradictory or given twice; the message names it, its value,
             its source and what is allowed.
     """
+    declared: object = settings_class
+    if not (isinstance(declared, type) and issubclass(declared, (ModelSettings, DoorSettings))):
+        raise SettingsError("settings_class of 1/model.py must be a subclass of hf_triton.ModelSettings")
     fields = settings_class.model_fields
     names = _accepted_names(settings_class)
     _reject_unknown(parameters, environment, names, origin)
@@ -438,7 +468,7 @@ def load_settings(
             parse_parameters(settings.generation_defaults)
     except ValidationError as error:
         sentences = [
-            _with_source(each.name, each.sentence, sources, is_missing=each.is_missing)
+            _with_source(each.name, each.sentence + HINTS.get(each.name, ""), sources, is_missing=each.is_missing)
             for each in problems(settings_class, error)
         ]
         raise SettingsError("; ".join(sentences)) from None

@@ -146,13 +146,18 @@ class Triton:
         from hf_triton.openai.errors import ApiError
         from hf_triton.openai.triton_messages import TEXT_GENERATION
 
+        generating = (TEXT_GENERATION, None)
         try:
-            generating = (TEXT_GENERATION, None)
+            if name is not None and (model := await models.named(name)) and model.folder.task in generating:
+                return model
             ready = {model.name: model for model in await models.models()}
         except ApiError as error:
             if error.code == "unavailable":
                 self.index()  # says more
-            raise self.api_error(error) from None
+            refusal = self.api_error(error)
+            if error.code == "restricted" and name is None:
+                raise ServerError("restricted", f"{refusal.sentence}; or name the model") from None
+            raise refusal from None
         served = {each: model for each, model in ready.items() if model.folder.task in generating}
         if name in served:
             return served[name]

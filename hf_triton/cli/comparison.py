@@ -21,8 +21,11 @@ MIN_COSINE: Final = 0.97
 MIN_AGREEMENT: Final = 0.98
 """What int8 must keep of each text's outputs, and of the texts' labels, neighbours or order."""
 ROUND_S: Final = 0.5
+MIN_RUNS: Final = 3
 MAX_RUNS: Final = 20
 """Of one case in a round."""
+MAX_SCATTER: Final = 3.0
+"""How many times as long as the shortest run nine of ten may take; what scatters more is noise."""
 Outputs = Sequence[npt.NDArray[np.float32]]
 
 
@@ -52,8 +55,9 @@ class Row:
         """Run a case for one round; before the first, once for the number of runs."""
         first = self.rounds.setdefault(case, [])
         if not first:
-            warm = self.call("times_s", case, 2)
-            self.facts.setdefault("num_runs", {})[case] = max(1, min(MAX_RUNS, int(ROUND_S / warm[-1]))) if warm else 1
+            warm = self.call("times_s", case, MIN_RUNS)
+            num_runs = min(MAX_RUNS, int(ROUND_S / min(warm))) if warm else 1
+            self.facts.setdefault("num_runs", {})[case] = max(MIN_RUNS, num_runs)
         times_s = self.call("times_s", case, self.facts["num_runs"][case])
         if times_s:
             first.append(times_s)
@@ -70,6 +74,28 @@ class Row:
     def total_gain(self, base: Row) -> float:
         """The geometric mean over the cases that were asked for."""
         return statistics.geometric_mean(self.gain(base, case) for case in self.rounds if case != TEXTS)
+
+    def samples_s(self, case: Case) -> list[float]:
+        """The seconds of each run."""
+        return [time_s for each in self.rounds[case] for time_s in each]
+
+    def scatter(self, case: Case) -> float:
+        """How many times as long as the shortest run nine of ten take."""
+        samples_s = self.samples_s(case)
+        return float(np.percentile(samples_s, 90)) / min(samples_s)
+
+    def least_gain(self, base: Row) -> float:
+        """As `total_gain`, or by the shortest runs, which other programs disturb least: the lower of the two."""
+        cases = [case for case in self.rounds if case != TEXTS]
+        by_shortest = (min(base.samples_s(case)) / min(self.samples_s(case)) for case in cases)
+        return min(self.total_gain(base), statistics.geometric_mean(by_shortest))
+
+
+def noisiest(rows: Sequence[Row]) -> tuple[Row, tuple[int, int]] | None:
+    """The candidate and case whose times scatter most, if they scatter too much to decide by."""
+    pairs = [(row, case) for row in rows for case in row.rounds if not isinstance(case, str)]
+    row, case = max(pairs, key=lambda pair: pair[0].scatter(pair[1]))
+    return (row, case) if row.scatter(case) > MAX_SCATTER else None
 
 
 def measure(rows: Sequence[Row], cases: Sequence[Case], num_rounds: int) -> None:
@@ -144,7 +170,7 @@ def timing_rows(rows: Sequence[Row], base: Row) -> list[dict[str, Any]]:
             "tokens": case[1],
             **{
                 name: round(value, 2)
-                for name, value in _statistics([1000 * s for each in row.rounds[case] for s in each]).items()
+                for name, value in _statistics([1000 * time_s for time_s in row.samples_s(case)]).items()
             },
             "times pytorch": round(row.gain(base, case), 2),
         }

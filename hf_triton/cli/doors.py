@@ -35,8 +35,10 @@ from hf_triton.tasks.registry import folder_task
 
 DOOR_FOLDER: Final = Path(hf_triton.__file__).parent / "stream_door" / "folder"
 MODEL_CLASS: Final = "TritonPythonModel"
+TASK_CLASS: Final = "task_class"
 CHAT_TEMPLATES: Final = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 MASK: Final = "[MASK]"
+TOKEN_FILES: Final = ("tokenizer_config.json", "special_tokens_map.json")
 OUR_MODULES: Final = ("hf_triton", "hf_triton.model")
 
 
@@ -72,7 +74,7 @@ def folders_without_door(repository: Path) -> list[str]:
         if f"{folder.name}{SUFFIX}" not in names
         and folder.name not in streamed
         and _answers_in_one_piece(folder, config)
-        and encoder_declaration(folder) is None
+        and generates_text(folder)
     ]
 
 
@@ -86,6 +88,11 @@ def streamed_folder(config: Mapping[str, Any]) -> str | None:
     return named or (name.removesuffix(SUFFIX) if name.endswith(SUFFIX) else None)
 
 
+def generates_text(folder: Path) -> bool:
+    """Whether a folder of this library generates text, as far as its files say."""
+    return TASK_CLASS not in (own_names(folder) or ()) and encoder_declaration(folder) is None
+
+
 def encoder_declaration(folder: Path) -> TaskDeclaration | None:
     """The task of a folder that generates no text, as far as its settings and its checkpoint on disk say; else None."""
     try:
@@ -97,16 +104,16 @@ def encoder_declaration(folder: Path) -> TaskDeclaration | None:
 
 
 def has_chat_template(folder: Path) -> bool:
-    """Whether a folder's model renders chats, by its files; True if they are not on disk: most models do."""
+    """Whether a folder's model renders chats, by its files; True if they do not say, as most models do."""
     try:
         settings = load_folder_settings(parse_config(folder), ModelSettings).settings
     except (HfTritonError, ImportError):
         return True
     checkpoint = Hub(folder, settings, os.environ).find_config_folder()
-    if settings.chat_template is not None or checkpoint is None:
+    if settings.chat_template is not None or settings.tokenizer is not None or checkpoint is None:
         return True
     with contextlib.suppress(HfTritonError):  # the load says what is wrong
-        if settings.tokenizer is None and (gguf := find_gguf(checkpoint, settings.gguf_file)):
+        if gguf := find_gguf(checkpoint, settings.gguf_file):
             return CHAT_TEMPLATE in check_gguf(checkpoint / gguf, settings.huggingface_model).values
     config = checkpoint / "tokenizer_config.json"
     with contextlib.suppress(OSError, ValueError):
@@ -117,11 +124,14 @@ def has_chat_template(folder: Path) -> bool:
 
 def mask_token(folder: Path) -> str:
     """What a tokenizer on disk calls a token that is to be filled in; BERT's word if it does not say."""
-    with contextlib.suppress(HfTritonError, ImportError, OSError, ValueError):
+    with contextlib.suppress(HfTritonError, ImportError):
         settings = load_folder_settings(parse_config(folder), ModelSettings).settings
-        if checkpoint := Hub(folder, settings, os.environ).find_config_folder():
-            tokens = read_json(checkpoint / "tokenizer.json")["added_tokens"]
-            return next((token["content"] for token in tokens if "mask" in token["content"].lower()), MASK)
+        checkpoint = Hub(folder, settings, os.environ).find_config_folder()
+        for file in [checkpoint / name for name in TOKEN_FILES] if checkpoint else []:
+            with contextlib.suppress(HfTritonError, AttributeError, OSError, ValueError):
+                token = read_json(file).get("mask_token")
+                if token := token.get("content") if isinstance(token, dict) else token:
+                    return str(token)
     return MASK
 
 
@@ -134,25 +144,40 @@ def _answers_in_one_piece(folder: Path, config: Mapping[str, Any]) -> bool:
     is_python = {config.get("backend", "python"), config.get("platform", "python")} == {"python"}
     if not is_python or config.get("model_transaction_policy", {}).get("decoupled", False):
         return False
-    try:
-        return _defines_our_model(model_file(newest_version(folder)))
-    except SettingsError:
-        return False
+    return own_names(folder) is not None
 
 
-def _defines_our_model(file: Path) -> bool:
-    """Whether the file's `TritonPythonModel` is `hf_triton.TritonPythonModel` or derives from it."""
+def own_names(folder: Path) -> set[str] | None:
+    """What the class in a folder's file defines, if it is `hf_triton.TritonPythonModel` or derives from it; else None.
+
+    The file is read and not run.
+    """
     try:
-        body = ast.parse(file.read_bytes()).body
-    except (OSError, SyntaxError, ValueError):  # Triton says why it cannot be loaded
-        return False
-    ours: set[str] = set()
+        body = ast.parse(model_file(newest_version(folder)).read_bytes()).body
+    except (SettingsError, OSError, SyntaxError, ValueError):  # Triton says why it cannot be loaded
+        return None
+    ours: dict[str, set[str]] = {}
     for node in body:
         match node:
             case ast.Import(names):
-                ours |= {f"{name.asname or name.name}.{MODEL_CLASS}" for name in names if name.name in OUR_MODULES}
+                named = (name.asname or name.name for name in names if name.name in OUR_MODULES)
+                ours |= {f"{name}.{MODEL_CLASS}": set() for name in named}
             case ast.ImportFrom(module, names) if module in OUR_MODULES:
-                ours |= {name.asname or name.name for name in names if name.name == MODEL_CLASS}
-            case ast.ClassDef(name, bases) if {ast.unparse(base) for base in bases} & ours:
-                ours.add(name)
-    return MODEL_CLASS in ours
+                ours |= {name.asname or name.name: set() for name in names if name.name == MODEL_CLASS}
+            case ast.ClassDef(name, bases, _, members):
+                inherited = [ours[base] for each in bases if (base := ast.unparse(each)) in ours]
+                if inherited:
+                    ours[name] = set().union(*inherited, *map(_defined, members))
+    return ours.get(MODEL_CLASS)
+
+
+def _defined(member: ast.stmt) -> set[str]:
+    """The names that a statement in a class defines."""
+    match member:
+        case ast.FunctionDef(name):
+            return {name}
+        case ast.Assign(targets):
+            return set(map(ast.unparse, targets))
+        case ast.AnnAssign(target):
+            return {ast.unparse(target)}
+    return set()

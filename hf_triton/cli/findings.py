@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -13,10 +14,12 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from rich.filesize import decimal
 
+from hf_triton.cli.ensembles import misfits
 from hf_triton.cli.folders import (
     CONFIG,
     ensemble_steps,
     folder_defect,
+    foreign_kind,
     load_folder_settings,
     parse_config,
 )
@@ -26,7 +29,7 @@ from hf_triton.cli.sizes import build_without_weights, dtype_name, loaded_bytes,
 from hf_triton.cli.tensors import check_tensors
 from hf_triton.engine.decoding import decoding_error
 from hf_triton.errors import HfTritonError, HubError, SettingsError
-from hf_triton.hub.failures import explain_download
+from hf_triton.hub.failures import FOLDER_HINT, explain_download
 from hf_triton.hub.kind import find_task
 from hf_triton.hub.pretrained import gguf_of, is_quantized
 from hf_triton.hub.resolve import Hub
@@ -39,6 +42,7 @@ from hf_triton.stream_door.model import other_folder
 if TYPE_CHECKING:
     from hf_triton.runner.outline import Outline
 
+OWN: Final = "1/model.py"
 State = Literal["ok", "warning", "error"]
 SAMPLE_CHAT: Final = '[{"role": "user", "content": "Hello"}]'
 NOT_ON_DISK: Final = "not_on_disk"
@@ -73,7 +77,13 @@ class FolderCheck:
         return any(finding.state == "error" for finding in self.findings)
 
     def run(self) -> None:
-        """Look at everything."""
+        """Look at everything. What the folder's own code, or that of a library, raises is a finding too."""
+        try:
+            self._run()
+        except Exception as error:
+            self._add(OWN, "error", f"it cannot be checked ({type(error).__name__} {last_line(error)}: {error})")
+
+    def _run(self) -> None:
         with self._errors("folder"):
             if defect := folder_defect(self._folder):
                 raise SettingsError(defect)
@@ -85,10 +95,13 @@ class FolderCheck:
             return
         config: dict[str, Any] = {}
         with self._errors(CONFIG):
+            if kind := foreign_kind(self._folder):
+                self._add("folder", "ok", f"not for hf_triton: {kind}")
+                return
             config = parse_config(self._folder)
             self._add(CONFIG, "ok", "Triton can read it")
         own, loaded = None, None
-        with self._errors("1/model.py"):
+        with self._errors(OWN):
             own = own_class(self._folder)
         if config:
             with self._errors("settings"):
@@ -98,15 +111,27 @@ class FolderCheck:
         changed = [name for name, source in loaded.sources.items() if source != "default"]
         self._add("settings", "ok", f"{', '.join(changed) or 'none'} given, the others have their defaults")
         if isinstance(loaded.settings, ModelSettings):
-            self._check_model(own, loaded.settings, config)
+            self._check_hooks(own)
+            with self._errors(OWN):
+                self._check_model(own, loaded.settings, config)
         else:
             self._check_door(loaded.settings, config)
+
+    def _check_hooks(self, own: Any) -> None:
+        from hf_triton import TritonPythonModel
+        from hf_triton.tasks.checked_hooks import check_hooks
+
+        for sentence in check_hooks(own, TritonPythonModel):
+            self._add(OWN, "warning", sentence)
 
     def _check_ensemble(self, steps: list[str]) -> None:
         self._add("ensemble", "ok", f"joins {', '.join(steps)}")
         for name in steps:
             if not (self._folder.parent / name).is_dir():
                 self._add("ensemble", "warning", f"there is no folder {name} beside it")
+        with self._errors("ensemble"):
+            for sentence in misfits(self._folder):
+                self._add("ensemble", "error", sentence)
 
     def _check_door(self, settings: DoorSettings, config: Mapping[str, Any]) -> None:
         with self._errors("ports"):
@@ -131,7 +156,7 @@ class FolderCheck:
         self._check_task(hub.find_config_folder(), decided)
         with self._errors("ports"):
             _check_ports(config, task.declaration if task else None)
-        checkpoint = self._find_checkpoint(hub)
+        checkpoint = self._find_checkpoint(hub, settings)
         if checkpoint is None:
             return
         self._add("checkpoint", "ok", str(checkpoint / (gguf_of(checkpoint, settings) or "")))
@@ -176,7 +201,7 @@ class FolderCheck:
         else:
             self._add("task", "ok", found)
 
-    def _find_checkpoint(self, hub: Hub) -> Path | None:
+    def _find_checkpoint(self, hub: Hub, settings: ModelSettings) -> Path | None:
         """The checkpoint's folder; None if it is not on disk."""
         with self._errors("checkpoint"):
             try:
@@ -185,7 +210,8 @@ class FolderCheck:
             except HubError as error:
                 if error.code != NOT_ON_DISK:
                     raise
-                self._add("checkpoint", "warning", f"{error.sentence}: what depends on it is not checked")
+                hint = _folder_hint(self._folder, settings.huggingface_model)
+                self._add("checkpoint", "warning", f"{error.sentence}: what depends on it is not checked{hint}")
                 return None
             return folder
         return None
@@ -313,7 +339,14 @@ class FolderCheck:
         try:
             yield
         except HfTritonError as error:
-            self._add(about, "error", error.sentence)
+            if all(error.sentence != finding.finding for finding in self.findings):
+                self._add(about, "error", error.sentence)
+
+
+def last_line(error: Exception) -> str:
+    """Where an exception came from: `at model.py:9`."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"at {Path(frames[-1].filename).name}:{frames[-1].lineno}"
 
 
 def _refuse_download(spec: CheckpointSpec, cache: Path, environment: Mapping[str, str], _: object) -> Path:
@@ -325,6 +358,11 @@ def _refuse_download(spec: CheckpointSpec, cache: Path, environment: Mapping[str
     except HFValidationError as error:
         raise explain_download(error, spec, str(cache), environment) from None
     raise HubError(NOT_ON_DISK, f"{spec.name} is in no cache, and is downloaded at load")
+
+
+def _folder_hint(folder: Path, name: str) -> str:
+    """What to say of a name on the Hub where a folder has it too."""
+    return f"; {name} is here as well, and {FOLDER_HINT}" if (folder / name).is_dir() else ""
 
 
 def _check_ports(config: Mapping[str, Any], declaration: Any) -> None:

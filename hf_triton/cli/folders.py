@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_triton.errors import SettingsError, clip
+from hf_triton.protocol.names import MODEL_SETTINGS
 from hf_triton.protocol.validation import suggest
 from hf_triton.server import is_shell_safe
 from hf_triton.settings import SETTING_NAMES, AnySettings, LoadedSettings, load_settings
@@ -110,6 +111,24 @@ def parse_message(folder: Path) -> Any:
         raise SettingsError(f"{CONFIG} cannot be parsed: {position}: {sentence}{hint}") from None
 
 
+def foreign_kind(folder: Path) -> str | None:
+    """What serves a folder that is not of this library: its backend; None: it is this library's, or means to be.
+
+    Raises:
+        SettingsError: Triton cannot read its config.pbtxt.
+    """
+    message = parse_message(folder)
+    if not MODEL_SETTINGS.isdisjoint(message.parameters):
+        return None
+    backend = message.backend or message.platform
+    files = [model_file(version) for version in _versions(folder)]
+    if backend in ("", "python") and any(b"hf_triton" in file.read_bytes() for file in files if file.exists()):
+        return None
+    if backend == "" and not any(any(version.iterdir()) for version in _versions(folder)):
+        return None
+    return f"backend {backend}" if backend else "no config.pbtxt names its backend"
+
+
 def parse_config(folder: Path) -> dict[str, Any]:
     """A folder's config.pbtxt as Triton's JSON, with its own names of fields.
 
@@ -122,7 +141,7 @@ def parse_config(folder: Path) -> dict[str, Any]:
     if message.max_batch_size < 0:
         raise SettingsError(f"max_batch_size must be >= 0, got {message.max_batch_size}")
     if message.name and message.name != folder.name:
-        raise SettingsError(guess_reason(folder))
+        raise SettingsError(guess_reason(folder) or "")
     return as_json(message)
 
 
@@ -161,7 +180,7 @@ def with_remedy(reason: str) -> str:
     return reason
 
 
-def guess_reason(folder: Path) -> str:
+def guess_reason(folder: Path) -> str | None:
     """Why Triton did not load a folder without giving a reason: usually its config.pbtxt cannot be parsed."""
     config = read_config(folder)
     name = re.search(r'^name\s*:\s*"([^"]*)"', config, flags=re.MULTILINE)
@@ -171,7 +190,7 @@ def guess_reason(folder: Path) -> str:
         parse_message(folder)
     except SettingsError as error:
         return error.sentence
-    return "see Triton's log"
+    return None
 
 
 def _hint(sentence: str, config: str, fields: Mapping[str, object]) -> str:

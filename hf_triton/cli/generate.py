@@ -136,7 +136,7 @@ def generate(
     """
     name, prompt = _read_words(words, model)
     try:
-        asyncio.run(_generate(triton, name, prompt, sampling, as_json))
+        asyncio.run(complete(triton, name, prompt, sampling, as_json=as_json))
     except KeyboardInterrupt:
         click.echo("\nCancelled.", err=True)
         sys.exit(INTERRUPTED)
@@ -166,7 +166,13 @@ def _read_stdin() -> str:
         raise click.UsageError("standard input is not UTF-8 text") from None
 
 
-async def _generate(triton: Triton, name: str | None, prompt: str, sampling: Sampling, as_json: bool) -> None:
+async def complete(triton: Triton, name: str | None, prompt: str, sampling: Sampling, *, as_json: bool = False) -> None:
+    """Print the completion of a prompt as it comes.
+
+    Raises:
+        click.UsageError: No model is named, and there are several.
+        HfTritonError: It failed.
+    """
     from hf_triton.openai.client_names import ClientNames
     from hf_triton.openai.errors import ApiError
     from hf_triton.openai.triton_messages import Generation

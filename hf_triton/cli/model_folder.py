@@ -15,7 +15,7 @@ import click
 from hf_triton.errors import HubError, SettingsError, clip
 from hf_triton.hub.gguf import SUFFIX
 from hf_triton.protocol.names import TaskName
-from hf_triton.settings import LoadedSettings, ModelSettings, load_settings
+from hf_triton.settings import LoadedSettings, ModelSettings, hub_name, load_settings
 
 TASKS: Final[tuple[str, ...]] = typing.get_args(TaskName)
 DECOUPLED: Final = "model_transaction_policy { decoupled: true }\n"
@@ -26,7 +26,7 @@ import hf_triton
 class TritonPythonModel(hf_triton.TritonPythonModel):
     """Adds nothing: config.pbtxt names the checkpoint."""
 '''
-HUB_NAME: Final = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?)(?::([\w./-]+))?(?:@([\w./-]+))?")
+HUB_NAME: Final = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?)(?::(\w[\w./-]*))?(?:@([\w./-]+))?")
 """A name on the Hub, the GGUF file or its quantisation behind `:`, and the revision behind `@`."""
 
 
@@ -56,6 +56,7 @@ def model_settings(model: str, more: Mapping[str, str]) -> dict[str, str]:
     Raises:
         HubError: It is neither a name nor a folder; an absolute path may exist where the model is served.
     """
+    model = hub_name(model)
     path = Path(model).expanduser().absolute()
     if model and path.is_dir():
         own = {"huggingface_model": os.path.abspath(path)}

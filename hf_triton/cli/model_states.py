@@ -30,6 +30,11 @@ class ModelStates:
         """Of models that load again: Triton unloads each former one some time after the new one is ready."""
         self._is_stopping = False
 
+    @property
+    def log_place(self) -> str:
+        """Where Triton's log is."""
+        return "above" if self._log is None else str(self._log.path)
+
     def update(self) -> None:
         """Show what has changed since the last call."""
         for event in () if self._log is None else self._log.events():

@@ -22,7 +22,7 @@ from typing import Any, Final
 import click
 
 from hf_triton.cli.candidates import TEXTS, Candidate, Case, Child, Measured
-from hf_triton.cli.comparison import MIN_GAIN, Row, judge, measure, summary_rows, timing_rows
+from hf_triton.cli.comparison import MIN_GAIN, Row, judge, measure, noisiest, summary_rows, timing_rows
 from hf_triton.cli.download import fetch, use_standard_cache
 from hf_triton.cli.findings import device_of
 from hf_triton.cli.folders import folder_defect, load_folder_settings, parse_config
@@ -124,7 +124,7 @@ def optimize(
             outputs = row.call("outputs")
             if outputs is not None:
                 judge(row, expected, outputs, math.inf if row is base else tolerance, base.facts["kind"])
-        best = _choose(rows)
+        best = choose(rows)
         if best is not None:
             publish(best.candidate.folder, target)
         report = {
@@ -136,7 +136,7 @@ def optimize(
             "written": None if best is None else str(target),
         }
     _show(report, out, as_json=as_json)
-    click.echo(_conclusion(rows, best, target), err=as_json)
+    click.echo(conclusion(rows, best, target), err=as_json)
 
 
 def _read_texts(file: Any) -> list[str]:
@@ -271,12 +271,14 @@ def _require(*rows: Row) -> None:
             raise ServerError("server_failed", f"{row.candidate.folder.name} cannot be measured: {row.refusal}")
 
 
-def _choose(rows: Sequence[Row]) -> Row | None:
-    """The fastest of those that were written, if it is worth it."""
+def choose(rows: Sequence[Row]) -> Row | None:
+    """The fastest of those that were written, if it is worth it and the times tell."""
     base = rows[0]
     kept = [row for row in rows if not row.refusal and row.candidate.folder != base.candidate.folder]
-    best = max(kept, key=lambda row: row.total_gain(base), default=None)
-    return best if best is not None and best.total_gain(base) >= MIN_GAIN else None
+    best = max(kept, key=lambda row: row.least_gain(base), default=None)
+    if best is None or best.least_gain(base) < MIN_GAIN:
+        return None
+    return best if noisiest((base, best)) is None else None
 
 
 def _log(out: Path | None) -> Path:
@@ -287,15 +289,26 @@ def _log(out: Path | None) -> Path:
     return out / "optimize.log"
 
 
-def _conclusion(rows: Sequence[Row], best: Row | None, target: Path) -> str:
+def conclusion(rows: Sequence[Row], best: Row | None, target: Path) -> str:
+    """What was measured and written, in a sentence."""
     base = rows[0]
     if best is None:
-        gains = {row.name: row.total_gain(base) for row in rows[1:] if not row.refusal}
+        gains = {row.name: row.least_gain(base) for row in rows[1:] if not row.refusal}
         fastest = max(gains, key=lambda name: gains[name], default=None)
-        others = (
-            f"the fastest other, {fastest}, is {gains[fastest]:.2f} times as fast" if fastest else "all are refused"
-        )
-        return f"PyTorch stays, and nothing is written: {others}, and it takes {MIN_GAIN:g}."
+        stays = "PyTorch stays, and nothing is written"
+        if fastest is None:
+            return f"{stays}: all others are refused."
+        [other] = [row for row in rows if row.name == fastest]
+        if other.total_gain(base) >= MIN_GAIN and (noise := noisiest([base, other])):
+            row, (num_texts, num_tokens) = noise
+            times_ms = [1000 * time_s for time_s in row.samples_s((num_texts, num_tokens))]
+            return (
+                f"{stays}: the times of {row.name} for {num_texts} x {num_tokens} tokens scatter from "
+                f"{min(times_ms):.2f} to {max(times_ms):.2f} ms, too much to decide by: measure again on a machine "
+                "that does nothing else."
+            )
+        gain = f"{gains[fastest]:.2f} times as fast"
+        return f"{stays}: the fastest other, {fastest}, is {gain}, and it takes {MIN_GAIN:g}."
     mixed = best.gain(base, TEXTS)
     advice = " (keep PyTorch where many clients ask at a time)" if mixed < 1 else ""
     return (

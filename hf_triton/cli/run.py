@@ -5,16 +5,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import click
 
 from hf_triton.cli.chat import exit_at_sigterm, talk
 from hf_triton.cli.client import Triton
-from hf_triton.cli.doors import door_repository, encoder_declaration
+from hf_triton.cli.doors import door_repository, encoder_declaration, has_chat_template
 from hf_triton.cli.folders import defects, guess_reason, model_folders, with_remedy
-from hf_triton.cli.generate import Sampling, sampling_options
+from hf_triton.cli.generate import Sampling, complete, sampling_options
 from hf_triton.cli.model_folder import SET
 from hf_triton.cli.models import show_progress
 from hf_triton.cli.repositories import DEMO_NAME, served_repository
@@ -47,27 +48,49 @@ def run(
 ) -> None:
     """Serve MODEL and talk to it here, or print its answer to PROMPT; /bye ends both.
 
+    A model without a chat template completes PROMPT.
+
     MODEL is what `hf-triton serve` takes: a name on the Hub, a checkpoint or a model folder. Without it, the demo model
     is served. The server listens on free ports of this machine: `hf-triton serve` is for other clients.
     """
     if prompt is not None and not prompt.strip():
         raise click.UsageError("the prompt is empty")
     exit_at_sigterm()
-    with serving(model, settings, generates=True) as (name, server), asyncio.Runner() as runner:
+    chats = True
+
+    def check(folder: Path) -> None:
+        nonlocal chats
+        if task := encoder_declaration(folder):
+            raise _wrong_task(model, task.name)
+        if not (chats := has_chat_template(folder)) and (prompt is None or system is not None):
+            what = "--system needs" if prompt is not None else "a conversation needs"
+            raise ServerError(
+                "wrong_task",
+                f"{model} has no chat template, which {what}: `hf-triton run {model} PROMPT` completes a prompt, and "
+                "--set chat_template=FILE names a Jinja file",
+            )
+
+    with serving(model, settings, check) as (name, server), asyncio.Runner() as runner:
+        triton = Triton(Endpoint(server.grpc_url))
         try:
-            talk(Session(Triton(Endpoint(server.grpc_url)), runner, sampling.values, system), name, prompt)
+            if prompt is not None and not chats:
+                runner.run(complete(triton, name, prompt, sampling))
+            else:
+                talk(Session(triton, runner, sampling.values, system), name, prompt)
         except HfTritonError as error:
             raise _wrong_task(model or name) if error.code == "wrong_task" else error from None
 
 
 @contextlib.contextmanager
-def serving(model: str | None, settings: Mapping[str, Any], *, generates: bool) -> Iterator[tuple[str, TritonServer]]:
+def serving(
+    model: str | None, settings: Mapping[str, Any], check: Callable[[Path], None] = lambda folder: None
+) -> Iterator[tuple[str, TritonServer]]:
     """A server with one model, on free ports; and the model's name.
 
     Args:
         model: As `hf-triton serve` takes it; None: the demo model.
         settings: Of a checkpoint's folder.
-        generates: Whether a model that generates no text is refused.
+        check: Refuses a model by its folder, before it is loaded.
 
     Raises:
         click.UsageError: It is a model repository, or settings are given for a folder.
@@ -82,8 +105,8 @@ def serving(model: str | None, settings: Mapping[str, Any], *, generates: bool) 
         name = DEMO_NAME if given is None else model_folders(given)[0].name
         for defect in ({**defects(given), **fetch_models(model_folders(given))} if given else {}).values():
             raise ServerError("server_failed", f"{name} cannot be served: {defect}")
-        if generates and given is not None and (task := encoder_declaration(given / name)):
-            raise _wrong_task(model, task.name)
+        if given is not None:
+            check(given / name)
         repository = stack.enter_context(served_repository(given, ()))
         doors = stack.enter_context(door_repository(repository, ()))
         server = TritonServer(repository, doors, ready_timeout_s=LOAD_TIMEOUT_S)
@@ -91,7 +114,7 @@ def serving(model: str | None, settings: Mapping[str, Any], *, generates: bool) 
             stack.enter_context(server)
         state = next(entry for entry in server.models() if entry.name == name)
         if state.state != "READY":
-            reason = with_remedy(state.sentence) or guess_reason(repository / name)
+            reason = with_remedy(state.sentence) or guess_reason(repository / name) or "see Triton's log"
             raise ServerError("server_failed", f"{name} cannot be served: {reason}")
         yield name, server
 

@@ -205,7 +205,7 @@ def _gateway(url: str | None, model: str | None, settings: Mapping[str, str]) ->
     from hf_triton.openai.config import GatewayConfig
     from hf_triton.server import free_ports
 
-    with serving(model, settings, generates=False) as (name, server), contextlib.ExitStack() as stack:
+    with serving(model, settings) as (name, server), contextlib.ExitStack() as stack:
         gateway = GatewayProcess(GatewayConfig(triton=server.grpc_url, port=free_ports(1)[0]))
         stack.callback(gateway.stop)
         gateway.start()

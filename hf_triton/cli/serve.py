@@ -17,9 +17,10 @@ import click
 from click.core import ParameterSource
 
 from hf_triton.cli.board import Board
-from hf_triton.cli.doors import door_repository, encoder_declaration, has_chat_template, streamed_folder
-from hf_triton.cli.examples import config_of_task, ready_text, takes_chats
-from hf_triton.cli.folders import defects, guess_reason, model_folders, with_remedy
+from hf_triton.cli.doors import door_repository, streamed_folder
+from hf_triton.cli.ensembles import misfits
+from hf_triton.cli.examples import loaded_model, model_on_demand, ready_text
+from hf_triton.cli.folders import defects, ensemble_steps, guess_reason, model_folders, with_remedy
 from hf_triton.cli.gateway import GatewayProcess
 from hf_triton.cli.gateway_options import BESIDE_TRITON, gateway_options, read_config
 from hf_triton.cli.model_folder import SET, TASK, with_task
@@ -30,7 +31,7 @@ from hf_triton.cli.say import say
 from hf_triton.cli.server_log import ServerLog
 from hf_triton.cli.sources import fetch_models, is_repository, model_repository, split_flags
 from hf_triton.cli.typed import as_typed
-from hf_triton.errors import ServerError
+from hf_triton.errors import ServerError, SettingsError
 from hf_triton.openai.config import GatewayConfig
 from hf_triton.server import (
     ADMIN_HEADER,
@@ -188,7 +189,7 @@ def serve(
             if on_demand:
                 ready = _describe_on_demand(server, config, excluded)
             else:
-                ready = _describe_ready(server, config, states, exit_on_error, is_explicit=EXPLICIT in flags)
+                ready = _describe_ready(server, config, states, exit_on_error, flags)
             board.close()
             say(ready)
             was_ready = True
@@ -330,8 +331,7 @@ def _describe_ready(
     config: GatewayConfig | None,
     states: ModelStates,
     exit_on_error: bool,
-    *,
-    is_explicit: bool,
+    flags: Sequence[str],
 ) -> str:
     """Show which folders are served, and why the others are not; returns what to say of those that are.
 
@@ -341,11 +341,14 @@ def _describe_ready(
     models = server.models()
     served = {folder.name for folder in model_folders(server.model_repository)}
     loaded = {model.name for model in models if model.state == "READY"}
-    reasons = {
-        model.name: with_remedy(model.sentence) or guess_reason(server.model_repository / model.name)
-        for model in models
-        if model.name in served - loaded and (model.reason or not is_explicit)
-    }
+    is_explicit = EXPLICIT in flags
+    named = {flag.removeprefix(LOAD) for flag in flags if flag.startswith(LOAD)}
+    reasons = {}
+    for name in sorted(served - loaded):
+        told = next((model.sentence for model in models if model.name == name and model.reason), "")
+        reason = with_remedy(told) or _guess(server.model_repository / name)
+        if reason or not is_explicit or {"*", name} & named:
+            reasons[name] = reason or f"see Triton's log {states.log_place}"
     configs = [server.model_config(name) for name in sorted(served & loaded)]
     configs = [each for each in configs if (streamed_folder(each) or each["name"]) in loaded]
     states.settle([each["name"] for each in configs], reasons)
@@ -353,16 +356,23 @@ def _describe_ready(
         return as_typed("Ready; no model is loaded: `hf-triton load NAME` loads one.")
     if not configs or (reasons and exit_on_error):
         raise ServerError("server_failed", _refusal(not configs))
-    return ready_text(server, config, configs, lambda name: takes_chats(server, name))
+    return ready_text(server, config, [loaded_model(server, each) for each in configs])
+
+
+def _guess(folder: Path) -> str | None:
+    """Why Triton gives no reason for not loading a folder, by its files."""
+    reason = guess_reason(folder)
+    if reason is None and ensemble_steps(folder):
+        with contextlib.suppress(SettingsError):
+            reason = next(misfits(folder), None)
+    return reason
 
 
 def _describe_on_demand(server: TritonServer, config: GatewayConfig | None, excluded: Mapping[str, str]) -> str:
     """What to say of folders that are loaded when they are asked for."""
     folders = {folder.name for folder in model_folders(server.model_repository)} - set(excluded)
     names = sorted(name for name in folders if name.removesuffix(SUFFIX) not in folders - {name})
-    paths = {name: server.model_repository / name for name in names}
-    configs = [config_of_task(name, encoder_declaration(path)) for name, path in paths.items()]
-    requests = ready_text(server, config, configs, lambda name: has_chat_template(paths[name]))
+    requests = ready_text(server, config, [model_on_demand(server.model_repository / name) for name in names])
     return f"Loaded when asked for: {', '.join(names)}.\n{requests}"
 
 

@@ -111,7 +111,8 @@ async def encode(
 
 
 def _batch_size(folder: Folder) -> int:
-    return min(BATCH_SIZE, folder.max_batch_size or BATCH_SIZE, _own_limit(folder, "max_prompts") or BATCH_SIZE)
+    own = _own_limit(folder, "max_prompts") or BATCH_SIZE
+    return min(BATCH_SIZE, folder.max_batch_size or BATCH_SIZE, own, *folder.fixed_sizes.values())
 
 
 def _num_side_by_side(folder: Folder, size: int) -> int:

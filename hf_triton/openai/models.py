@@ -69,6 +69,8 @@ def _describe(model: Model) -> list[dict[str, Any]]:
             described["max_model_len"] = model.folder.info.context_length
         if model.folder.info.defaults is not None:  # in OpenAI's
             described["defaults"] = model.folder.info.defaults
+        if model.folder.info.mask_token:
+            described["mask_token"] = model.folder.info.mask_token
     if model.is_loaded is not None:
         described["loaded"] = model.is_loaded
     adapters = (f"{model.name}{ADAPTER_MARK}{name}" for name in model.folder.adapters)

@@ -172,6 +172,20 @@ class TritonModels:
         message = f"model is required, as there are {what}: name one {way}; there are {names or 'none'}"
         raise ApiError(400, message, param="model", code="missing_required_parameter")
 
+    async def named(self, name: str) -> Model | None:
+        """A model that is ready, without Triton's list of all, which may need a key; None: it is none.
+
+        Raises:
+            ApiError: Triton cannot be reached.
+        """
+        try:
+            folders = await asyncio.gather(*map(self._read_folder, (name, f"{name}{DOOR_SUFFIX}")))
+        except grpc.aio.AioRpcError as error:
+            raise self._error(error) from None
+        found = _models({folder.name: folder for folder in folders if folder is not None}, self._seen)
+        self._models |= found
+        return found.get(name)
+
     async def _model(self, name: str) -> Model:
         is_old = time.monotonic() - self._listed_s > MAX_AGE_S
         if name in self._models:

@@ -25,6 +25,7 @@ from hf_triton.protocol.names import (
     TEXT_OUTPUTS,
     TEXT_TO_TEXT,
     TaskName,
+    declared_input,
 )
 from hf_triton.protocol.thinking import SWITCHES, switched, unread
 
@@ -89,6 +90,8 @@ class Folder:
     """What the model's process says; None: it says nothing, and ports and parameters tell."""
     required: frozenset[str] = frozenset()
     """The inputs that Triton demands of each request."""
+    fixed_sizes: Mapping[str, int] = field(default_factory=dict)
+    """By required input, the number of elements that each request must have, where the folder's `dims` fix it."""
 
     @classmethod
     def from_config(cls, name: str, config: Any) -> Folder:
@@ -101,6 +104,11 @@ class Folder:
             frozenset(port.name for port in config.output),
             {key: value.string_value for key, value in config.parameters.items()},
             required=frozenset(port.name for port in config.input if not port.optional),
+            fixed_sizes={
+                port.name: port.dims[0]
+                for port in config.input
+                if not (port.optional or config.max_batch_size) and len(port.dims) == 1 and port.dims[0] > 0
+            },
         )
 
     @property
@@ -275,11 +283,12 @@ def _add_texts(message: Any, folder: Folder, request: TextRequest) -> dict[str, 
     """Add the texts and the wanted outputs of a request to an encoder; returns its parameters."""
     num_rows = max(map(len, request.texts.values()))
     for name, texts in request.texts.items():
-        if name not in folder.inputs:
+        declared = declared_input(name, folder.inputs, folder.required)
+        if declared is None:
             sentence = f"the model '{folder.name}' takes no {name}; its inputs are {', '.join(sorted(folder.inputs))}"
             raise ApiError(400, sentence, param=request.names.of(name), code="unsupported_parameter")
         is_shared = len(texts) == 1 and folder.max_batch_size > 0  # whose inputs have as many rows each
-        _add_strings(message, folder, name, [*texts] * num_rows if is_shared else texts)
+        _add_strings(message, folder, declared, [*texts] * num_rows if is_shared else texts)
     for name in request.outputs:
         message.outputs.add(name=name)
     return {**request.parameters, **caller()}
@@ -310,7 +319,11 @@ def _add_generation(message: Any, folder: Folder, generation: Generation, *, is_
             _check_required(folder, "prompts of token ids")
             parameters[PROMPT_TOKEN_IDS] = to_json(generation.prompt_token_ids).decode()
     else:
-        _add_strings(message, folder, PROMPT, generation.prompts)
+        name = declared_input(PROMPT, folder.inputs, folder.required) or PROMPT
+        _add_strings(message, folder, name, generation.prompts)
+        if name != PROMPT:  # is answered in the form of the server that calls it so, unless outputs are named
+            for output in sorted({*TEXT_OUTPUTS, *generation.returns} & folder.outputs):
+                message.outputs.add(name=output)
     return parameters
 
 
@@ -325,6 +338,13 @@ def _check_required(folder: Folder, what: str) -> None:
 
 
 def _add_strings(request: Any, folder: Folder, name: str, texts: Sequence[str | bytes]) -> None:
+    size = folder.fixed_sizes.get(name, len(texts))
+    if size != len(texts):
+        message = (
+            f"a request to the folder {folder.name} has {size} of {name}, got {len(texts)}: send so many, or make its "
+            "dims [ -1 ] in config.pbtxt"
+        )
+        raise ApiError(400, message, code="unsupported_parameter")
     shape = [len(texts), 1] if folder.max_batch_size else [len(texts)]
     request.inputs.add(name=name, datatype="BYTES", shape=shape)
     encoded = [text if isinstance(text, bytes) else text.encode() for text in texts]

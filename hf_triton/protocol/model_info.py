@@ -52,6 +52,10 @@ class ModelInfo:
     """The model's class, `LlamaForCausalLM`; empty: it is not known."""
     defaults: Mapping[str, float] | None = None
     """`temperature` (0: greedy), `top_p` and `max_tokens` of a request that names none; None: it generates no text."""
+    inputs: tuple[str, ...] = ()
+    """The inputs of texts or files that a request gives."""
+    mask_token: str = ""
+    """What stands in a text for a token to fill in; empty: the task fills none."""
     slower: tuple[str, ...] = ()
     """Why it runs slower than it could, what was measured and what it costs: `runs eagerly, ...`; a sentence each."""
     error_form: int = 0
@@ -87,7 +91,9 @@ class ModelInfo:
         except (AttributeError, TypeError) as error:
             raise ValueError(f"it is not what {MODEL_INFO} answers") from error
         variables = info.template_variables and tuple(info.template_variables)
-        return dataclasses.replace(info, template_variables=variables, slower=tuple(info.slower))
+        return dataclasses.replace(
+            info, template_variables=variables, inputs=tuple(info.inputs), slower=tuple(info.slower)
+        )
 
 
 def asks_for_info(parameters: Mapping[str, object]) -> bool:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Final, Literal
 
 PROMPT: Final = "text_input"
@@ -12,6 +13,17 @@ TEXT: Final = "text_output"
 LEGACY_TEXT: Final = "text"
 """The output's name in the Triton tutorial; filled too if config.pbtxt declares it."""
 TEXT_OUTPUTS: Final = (TEXT, LEGACY_TEXT)
+PROMPT_ALIASES: Final = ("args", "text_inputs")
+"""What MLServer's clients call the input of prompts."""
+TEXT_ALIASES: Final = ("args", "text_input", "text_inputs", "input", "inputs", "TEXT")
+"""What clients of other servers call the input `text` of encoders."""
+INPUT_ALIASES: Final[Mapping[str, tuple[str, ...]]] = {
+    PROMPT: PROMPT_ALIASES,
+    "text": (*TEXT_ALIASES, "input_text", "sequences"),
+    "documents": ("document", "texts", "passages"),
+    "image": ("images",),
+}
+"""The names that a folder may declare for an input in place of its own, of all tasks."""
 JSON_OUTPUT: Final = "output"
 """One JSON text for each row, under the name that MLServer gives it."""
 CANCEL: Final = "cancel"
@@ -40,3 +52,15 @@ MODEL_SETTINGS: Final = frozenset({"huggingface_model", "task"})
 """A folder that sets one of them has a model of its own; a stream door does not."""
 SERVER_VARIABLE: Final = "HF_TRITON_SERVER"
 """Of the command line: the address of a running server. No setting."""
+
+
+def declared_input(name: str, declared: Collection[str], required: Collection[str]) -> str | None:
+    """What a folder calls one of its inputs; None: it has none of that kind.
+
+    Args:
+        name: Our name.
+        declared: The folder's inputs.
+        required: Those that a request must have, which come before others of the kind.
+    """
+    names = (name, *INPUT_ALIASES.get(name, ()))
+    return next((each for each in names if each in required), next((each for each in names if each in declared), None))

@@ -8,9 +8,9 @@ from typing import Any, Final
 
 from hf_triton.errors import SettingsError
 from hf_triton.protocol.dialects import ALIASES, DIALECT_INPUTS, DIALECT_TYPES, SUGGESTIONS
-from hf_triton.protocol.names import JSON_OUTPUT, LEGACY_TEXT, MESSAGES, PROMPT, PROMPT_TOKEN_IDS, TEXT
+from hf_triton.protocol.names import JSON_OUTPUT, LEGACY_TEXT, MESSAGES, PROMPT, PROMPT_ALIASES, PROMPT_TOKEN_IDS, TEXT
 from hf_triton.protocol.options import BEFORE_INPUTS, PARAMETERS
-from hf_triton.protocol.prompts import PROMPT_ALIASES, SOURCES
+from hf_triton.protocol.prompts import SOURCES
 from hf_triton.protocol.validation import suggest, value_type
 
 MESSAGE: Final = "message"
@@ -128,11 +128,12 @@ def check_config(
         check_output: As much for outputs.
 
     Raises:
-        SettingsError: An input or output is unknown, of a wrong type or reshaped; a sequence batcher adds inputs; the
-            response cache is on, which would confuse requests.
+        SettingsError: An input or output is unknown, of a wrong type or shape, or reshaped; a sequence batcher adds
+            inputs; the response cache is on, which would confuse requests.
     """
     for port in config["input"]:
         (check_input or _check_input)(port["name"], port["data_type"])
+        _check_dims(port, config.get("max_batch_size", 0) > 0)
     for port in config["output"]:
         (check_output or _check_output)(port["name"], port["data_type"])
     for port in (*config["input"], *config["output"]):
@@ -149,6 +150,20 @@ def check_config(
         raise SettingsError(
             "response_cache is on, but Triton's cache ignores request parameters and would answer one request with "
             "the response to another: take it out of config.pbtxt"
+        )
+
+
+def _check_dims(port: Mapping[str, Any], is_batched: bool) -> None:
+    """Refuse an input's dimensions that no client's tensor has: `[n]`, or `[batch, n]` with the batch's own.
+
+    Raises:
+        SettingsError: Says what they may be.
+    """
+    dims, most = list(map(int, port.get("dims", ()))), 1 if is_batched else 2
+    if not 1 <= len(dims) <= most:
+        batch = ", behind the batch of max_batch_size" if is_batched else " or [ -1, 1 ]"
+        raise SettingsError(
+            f"config.pbtxt declares {port['name']} with dims {dims}; it must have [ -1 ] or [ 1 ]{batch}"
         )
 
 

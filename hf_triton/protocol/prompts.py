@@ -20,8 +20,6 @@ from hf_triton.sentence import row as row_words
 
 SOURCES: Final = (PROMPT, MESSAGES, PROMPT_TOKEN_IDS)
 """A request gives one of them."""
-PROMPT_ALIASES: Final = ("args", "text_inputs")
-"""What MLServer's clients call the input of prompts."""
 BYTES_PER_TOKEN: Final = 16
 """More than any prompt has on average; bounds what is tokenized at all."""
 MAX_TOKEN_ID: Final = 2**31 - 1

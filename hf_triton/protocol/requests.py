@@ -16,12 +16,11 @@ from pydantic import BaseModel
 from hf_triton.errors import RequestError, clip
 from hf_triton.protocol.chat import Chat
 from hf_triton.protocol.dialects import ALIASES, BEAM_SEARCH, GUIDES, NO_EFFECT, SUGGESTIONS, UNSUPPORTED, has_no_effect
-from hf_triton.protocol.names import CANCEL, MESSAGES, PROMPT, PROMPT_TOKEN_IDS
+from hf_triton.protocol.names import CANCEL, MESSAGES, PROMPT, PROMPT_ALIASES, PROMPT_TOKEN_IDS
 from hf_triton.protocol.options import CHAT_OPTIONS, OPTIONS, PARAMETERS, RequestOptions, parse_options
 from hf_triton.protocol.parameters import GenerationParameters, parse_parameters, unknown_parameter
 from hf_triton.protocol.ports import PROMPT_LOGPROBS, element_type, is_array
 from hf_triton.protocol.prompts import (
-    PROMPT_ALIASES,
     SOURCES,
     Limits,
     Prompt,

@@ -11,6 +11,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from hf_triton.errors import SettingsError, clip
+from hf_triton.protocol.names import INPUT_ALIASES, TEXT_ALIASES
 from hf_triton.protocol.names import JSON_OUTPUT as JSON_OUTPUT
 from hf_triton.protocol.ports import TENSOR_TYPES
 from hf_triton.protocol.token_rows import TOKEN_INPUTS, TOKEN_TYPE
@@ -19,8 +20,6 @@ from hf_triton.protocol.validation import suggest, value_type
 NUM_TOKENS: Final = "num_input_tokens"
 NUMPY_TYPES: Final = {"TYPE_FP32": np.float32, "TYPE_UINT32": np.uint32, "TYPE_INT64": np.int64}
 """Of outputs that are numbers."""
-TEXT_ALIASES: Final = ("args", "text_input", "text_inputs", "input", "inputs", "TEXT")
-"""What clients of other servers call the input `text`."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,9 @@ TOKEN_TEXTS: Final = TextInput(
     "instead of `text`, the token ids of each text, special tokens included: a string with a JSON array",
     is_optional=True,
 )
-IMAGES: Final = TextInput(IMAGE, "the images: PNG, JPEG, WebP or GIF, or base64 of them", ("images",), is_file=True)
+IMAGES: Final = TextInput(
+    IMAGE, "the images: PNG, JPEG, WebP or GIF, or base64 of them", INPUT_ALIASES[IMAGE], is_file=True
+)
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,11 @@ class TaskDeclaration:
     def text_names(self) -> list[str]:
         """The names of text inputs and their aliases."""
         return [name for text in self.texts for name in (text.name, *text.aliases)]
+
+    @property
+    def given_texts(self) -> tuple[str, ...]:
+        """The text inputs that a request gives: those that it must have, or else the first."""
+        return tuple(text.name for text in self.texts if not text.is_optional) or (self.texts[0].name,)
 
     @property
     def input_types(self) -> dict[str, tuple[str, ...]]:

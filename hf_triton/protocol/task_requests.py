@@ -11,7 +11,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from hf_triton.errors import HfTritonError, RequestError, clip
-from hf_triton.protocol.prompts import PROMPT_ALIASES, Limits, decode_texts, read_elements
+from hf_triton.protocol.names import PROMPT_ALIASES
+from hf_triton.protocol.prompts import Limits, decode_texts, read_elements
 from hf_triton.protocol.request_values import given_name, merge_values, one_value
 from hf_triton.protocol.requests import PARAMETER_NAMES
 from hf_triton.protocol.task_declaration import (

@@ -11,7 +11,7 @@ import difflib
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeVar
 
@@ -121,7 +121,25 @@ def _problem(model: type[BaseModel], details: Any) -> Problem:
         reason = f", which has {len(got)}"
     else:
         reason = json_error(got) if "JSON" in wanted else ""
+    if (choices := _choices(model.model_fields[name].annotation)) and isinstance(got, str):
+        return Problem(name, f"{named(name)} {_wrong_choice(got, choices, wanted)}")
     return Problem(name, f"{named(name)} must be {wanted}, got {clip(got)}{reason}")
+
+
+def _choices(annotation: Any) -> list[str]:
+    """The strings that a field takes, if it takes no others."""
+    members = [_plain(each) for each in _members(annotation) if each is not type(None)]
+    if any(typing.get_origin(each) is not Literal for each in members):
+        return []
+    return [choice for each in members for choice in typing.get_args(each) if isinstance(choice, str)]
+
+
+def _wrong_choice(got: str, choices: Sequence[str], wanted: str) -> str:
+    """`must be one of ..., got ..., did you mean ...?`; a near one stands in place of more than `MAX_LISTED`."""
+    is_long = len(choices) > MAX_LISTED
+    near = difflib.get_close_matches(got[:MAX_NAME], choices, n=1, cutoff=MIN_LIKENESS)
+    hint = f", did you mean '{near[0]}'?" if near else ""
+    return f"has no value {clip(got)}{hint}" if near and is_long else f"must be {wanted}, got {clip(got)}{hint}"
 
 
 def _element_problem(model: type[BaseModel], details: Any, errors: Iterable[Any]) -> Problem | None:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CODE: Final = re.compile("(?!ok$)[a-z][a-z0-9_]{0,63}")
+CLASSES: Final = ("settings_class", "task_class")
 LIKENESS: Final = 0.75  # of a method's name to a hook's, by difflib; `make_prompt` is not `build_prompt`, by 0.61
 DEVICE_ERRORS: Final = ("CUDA error", "CUBLAS_STATUS", "[enforce fail", "DefaultCPUAllocator")
 """Beginnings of torch's own messages about a device."""
@@ -133,8 +134,8 @@ def checked_load(hooks: Hooks, checkpoint: Checkpoint) -> Checkpoint:
     raise _wrong_result("load", "the checkpoint", result)
 
 
-def check_hooks(model: type[Hooks], base: type[Hooks]) -> None:
-    """Refuse a hook that is not a method, and warn about methods whose name resembles a hook's.
+def check_hooks(model: type[Hooks], base: type[Hooks]) -> list[str]:
+    """Refuse a hook that cannot be called; what to say of names that nothing uses and that resemble one that is.
 
     Args:
         model: The folder's own class.
@@ -146,12 +147,37 @@ def check_hooks(model: type[Hooks], base: type[Hooks]) -> None:
     for hook in HOOKS:
         if not callable(getattr(model, hook)):
             raise LoadError("hook_failed", f"{hook} of {OWN_FILE} is not a method: define it with def")
-    unused = [hook for hook in HOOKS if getattr(model, hook) is getattr(base, hook)]
+        _check_arguments(model, hook)
+    unused = [name for name in (*HOOKS, *CLASSES) if getattr(model, name) is getattr(base, name)]
+    sentences = []
     for name in dir(model):
         if name.startswith("_") or hasattr(base, name) or not callable(getattr(model, name)):
             continue
         for hook in difflib.get_close_matches(name.lower(), unused, n=1, cutoff=LIKENESS):
-            logger.warning("nothing calls the method '%s' of %s: did you mean '%s'?", name, OWN_FILE, hook)
+            sentences.append(f"nothing uses '{name}' of {OWN_FILE}: did you mean '{hook}'?")
+    return sentences
+
+
+def _check_arguments(model: type[Hooks], hook: str) -> None:
+    """Refuse a hook that does not take the arguments that it is called with.
+
+    Raises:
+        LoadError: Names them.
+    """
+    own = inspect.getattr_static(model, hook)
+    if not inspect.isfunction(own):  # a static method, or what a library makes of one
+        return
+    wanted = _parameters(hook)
+    try:
+        inspect.signature(own).bind(*wanted)
+    except TypeError:
+        raise LoadError(
+            "hook_failed", f"{hook} of {OWN_FILE} must take ({', '.join(wanted)}), as docs/hooks.md shows"
+        ) from None
+
+
+def _parameters(hook: str) -> list[str]:
+    return list(inspect.signature(getattr(Hooks, hook)).parameters)
 
 
 def check_encoder_hooks(hooks: Hooks, task: str) -> None:
@@ -187,7 +213,7 @@ def _hook_failures(
         if isinstance(error, HfTritonError) or passes(error):
             raise
         message = f": {error}" if shows_message and str(error) else ""
-        sentence = f"{name} of {OWN_FILE} failed ({type(error).__name__} {_origin(error, hooks)}){message}"
+        sentence = f"{name} of {OWN_FILE} failed ({type(error).__name__} {_origin(name, error, hooks)}){message}"
         logger.error("%s; %s", sentence, where(error))
         raise HfTritonError("hook_failed", sentence) from None
 
@@ -213,12 +239,12 @@ def _is_of_device(error: BaseException) -> bool:
     return is_torch_s and (is_memory(error) or is_fatal(error))
 
 
-def _origin(error: BaseException, hooks: Hooks) -> str:
+def _origin(name: str, error: BaseException, hooks: Hooks) -> str:
     """Where in the folder's own files an exception came from."""
     home = Path(inspect.getfile(type(hooks))).parent
     _, _, *frames = traceback.extract_tb(error.__traceback__)  # without `_hook_failures` and its caller
     if not frames:
-        return "as it was called: does it take the arguments that the README shows?"
+        return f"as it was called: must it take ({', '.join(_parameters(name))}), as docs/hooks.md shows?"
     own = [frame for frame in frames if Path(frame.filename).is_relative_to(home)]
     frame = own[-1] if own else frames[0]
     return f"at {Path(frame.filename).name}:{frame.lineno}"

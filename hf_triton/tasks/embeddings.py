@@ -21,10 +21,10 @@ from hf_triton.protocol.embedding_request import (
     parse_embedding_request,
     vllm_outputs,
 )
+from hf_triton.protocol.names import TEXT_ALIASES
 from hf_triton.protocol.prompts import Limits
 from hf_triton.protocol.task_declaration import (
     TEXT,
-    TEXT_ALIASES,
     TOKEN_TEXTS,
     TaskDeclaration,
     TaskOptions,

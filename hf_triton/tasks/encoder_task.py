@@ -60,6 +60,7 @@ class EncoderTask(DeclaredTask, ABC, Generic[Options]):
         model_outputs: The fields of the model's output that it needs: `logits`, `last_hidden_state`, ...
         per_token: Whether they have a value for each token, or one for the whole sequence.
         needs_fast_tokenizer: Whether texts are tokenized by a tokenizer.json.
+        mask_token: What stands in a text for a token that the task fills in; empty: it fills none.
         merge: Joins what `reduce` returns of two parts of a sequence's tokens; None: it needs all of them at once.
 
     Args:
@@ -74,6 +75,7 @@ class EncoderTask(DeclaredTask, ABC, Generic[Options]):
     per_token: ClassVar[bool] = False
     merge: Merge | None = None
     needs_fast_tokenizer: ClassVar[bool] = True
+    mask_token: str = ""
 
     def __init__(self, checkpoint: Checkpoint, settings: ModelSettings) -> None:
         self.tokenizer = checkpoint.tokenizer

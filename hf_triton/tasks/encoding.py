@@ -284,6 +284,8 @@ def build_encoder_service(
     info = dataclasses.replace(
         model_info(checkpoint, settings, task=task.declaration.name, engine=settings.runtime),
         context_length=task.max_length,
+        inputs=task.declaration.given_texts,
+        mask_token=task.mask_token,
         slower=tuple(engine.slower),
     )
     return EncoderService(

@@ -11,7 +11,8 @@ import annotated_types
 from pydantic import BeforeValidator
 
 from hf_triton.errors import CheckpointError, RequestError, clip
-from hf_triton.protocol.task_declaration import MAX_FILLS, TEXT, TEXT_ALIASES, TaskDeclaration, TaskOptions, TextInput
+from hf_triton.protocol.names import TEXT_ALIASES
+from hf_triton.protocol.task_declaration import MAX_FILLS, TEXT, TaskDeclaration, TaskOptions, TextInput
 from hf_triton.protocol.task_requests import Row, TaskResult
 from hf_triton.protocol.validation import read_strings
 from hf_triton.sentence import param
@@ -53,6 +54,13 @@ class FillMask(EncoderTask[MaskOptions]):
             raise CheckpointError(
                 "unsupported_model", f"the tokenizer of {settings.huggingface_model} has no mask token to fill"
             )
+        if self.tokenizer.mask_token_id >= checkpoint.vocabulary_size:
+            raise CheckpointError(
+                "unsupported_model",
+                f"the mask token {clip(self.tokenizer.mask_token)} of {settings.huggingface_model} is "
+                f"{self.tokenizer.mask_token_id}, and the model knows token ids below {checkpoint.vocabulary_size}",
+            )
+        self.mask_token = self.tokenizer.mask_token
 
     def encode(self, row: Row, options: MaskOptions) -> EncodedRow:
         """See `EncoderTask`."""

@@ -13,12 +13,12 @@ import numpy.typing as npt
 from hf_triton.encoder.types import ArrayInput
 from hf_triton.errors import CheckpointError, RequestError, SettingsError
 from hf_triton.hub.pretrained import IMAGES_AND_TEXTS, architecture_names
+from hf_triton.protocol.names import TEXT_ALIASES
 from hf_triton.protocol.prompts import Limits, check_size
 from hf_triton.protocol.task_declaration import (
     IMAGE,
     IMAGES,
     TEXT,
-    TEXT_ALIASES,
     TOKEN_IDS,
     TOKEN_TEXTS,
     TaskDeclaration,

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from hf_triton.errors import SettingsError
+from hf_triton.errors import SettingsError, clip
 from hf_triton.hub.kind import find_task, find_way
 from hf_triton.hub.resolve import Hub
 from hf_triton.settings import ModelSettings
@@ -74,13 +74,29 @@ def folder_task(
         SettingsError: The folder's own class declares nothing.
     """
     if own is not None:
-        if not hasattr(own, "declaration"):
-            raise SettingsError(
-                f"the task class {own.__name__} of 1/model.py has no declaration: give it a TaskDeclaration of its "
-                "inputs and outputs"
-            )
+        _check_own(own)
         return own
     checkpoint = Hub(model_folder, settings, os.environ).find_config_folder()
     found = checkpoint and not settings.gguf_file and find_task(checkpoint)
     name = settings.task or found or "text-generation"
     return task_class(name, None if checkpoint is None else find_way(checkpoint))
+
+
+def _check_own(own: object) -> None:
+    """Refuse what is no task.
+
+    Raises:
+        SettingsError: Says what a task class is.
+    """
+    from hf_triton.protocol.task_declaration import TaskDeclaration
+    from hf_triton.tasks.declared_task import DeclaredTask
+
+    if not (isinstance(own, type) and issubclass(own, DeclaredTask)):
+        raise SettingsError(
+            f"task_class of 1/model.py must be a subclass of hf_triton.tasks.encoder_task.EncoderTask, got {clip(own)}"
+        )
+    if not isinstance(getattr(own, "declaration", None), TaskDeclaration):
+        raise SettingsError(
+            f"the task class {own.__name__} of 1/model.py has no declaration: give it a TaskDeclaration of its inputs "
+            "and outputs"
+        )

@@ -9,6 +9,7 @@ import numpy as np
 
 from hf_triton.errors import CheckpointError
 from hf_triton.hub.sentence_files import load_cross_encoder, load_general_config
+from hf_triton.protocol.names import INPUT_ALIASES
 from hf_triton.protocol.task_declaration import TaskDeclaration, TaskOptions, TaskOutput, TextInput
 from hf_triton.protocol.task_requests import Row, TaskResult
 from hf_triton.tasks.encoder_task import EncodedRow, EncoderTask
@@ -46,7 +47,7 @@ class Rerank(EncoderTask[RerankOptions]):
         name="rerank",
         texts=(
             TextInput(QUERY, "the query, one for all documents or one for each"),
-            TextInput(DOCUMENTS, "the documents", ("document", "texts", "passages")),
+            TextInput(DOCUMENTS, "the documents", INPUT_ALIASES[DOCUMENTS]),
         ),
         outputs={"score": TaskOutput("TYPE_FP32", "the score of each document, the higher the better")},
         options=RerankOptions,

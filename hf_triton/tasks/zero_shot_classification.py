@@ -13,7 +13,8 @@ import numpy as np
 from pydantic import BeforeValidator
 
 from hf_triton.errors import CheckpointError, RequestError, clip
-from hf_triton.protocol.task_declaration import TEXT, TEXT_ALIASES, TaskDeclaration, TaskOptions, TaskOutput, TextInput
+from hf_triton.protocol.names import TEXT_ALIASES
+from hf_triton.protocol.task_declaration import TEXT, TaskDeclaration, TaskOptions, TaskOutput, TextInput
 from hf_triton.protocol.task_requests import Row, TaskResult
 from hf_triton.protocol.validation import read_strings
 from hf_triton.sentence import param

@@ -290,7 +290,7 @@ def build_tiny_encoder(
     """
     if task not in _HEADS:
         raise ValueError(f"task must be one of {', '.join(ENCODER_TASKS)}, got {task!r}")
-    tokenizer = _build_tokenizer(adds_bos=True, adds_eos=True, has_pad=True)
+    tokenizer = _build_tokenizer(adds_bos=True, adds_eos=True, has_pad=True, vocab_size=VOCAB_SIZE - 1)
     tokenizer.add_special_tokens({"mask_token": "<mask>", "cls_token": BOS, "sep_token": EOS})
     tokenizer.model_input_names = ["input_ids", "attention_mask"]
     labels = {"num_labels": 1} if task == "rerank" else {}
@@ -377,7 +377,9 @@ def _progress_bars_off() -> Iterator[None]:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-def _build_tokenizer(adds_bos: bool, adds_eos: bool, has_pad: bool) -> PreTrainedTokenizerFast:
+def _build_tokenizer(
+    adds_bos: bool, adds_eos: bool, has_pad: bool, vocab_size: int = VOCAB_SIZE
+) -> PreTrainedTokenizerFast:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -385,7 +387,7 @@ def _build_tokenizer(adds_bos: bool, adds_eos: bool, has_pad: bool) -> PreTraine
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         special_tokens=[BOS, EOS, PAD],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,

@@ -15,8 +15,7 @@ import triton_python_backend_utils as pb_utils
 from hf_triton.errors import HfTritonError, SettingsError
 from hf_triton.protocol.ports import check_config, missing_ports
 from hf_triton.protocol.task_declaration import TaskDeclaration, check_task_input, check_task_output, missing_task_ports
-from hf_triton.settings import AnySettings, DoorSettings, LoadedSettings, ModelSettings, load_settings
-from hf_triton.tasks.hooks import OWN_FILE
+from hf_triton.settings import AnySettings, LoadedSettings, load_settings
 from hf_triton.tasks.interface import ResponseConfig
 from hf_triton.tasks.sender import ResponseSender
 from hf_triton.triton_backend.process import use_started_folder
@@ -120,8 +119,5 @@ def count_instances(config: Mapping[str, Any]) -> int:
 
 
 def _load_settings(config: Mapping[str, Any], settings_class: type[AnySettings]) -> LoadedSettings[AnySettings]:
-    declared: object = settings_class
-    if not (isinstance(declared, type) and issubclass(declared, (ModelSettings, DoorSettings))):
-        raise SettingsError(f"settings_class of {OWN_FILE} must be a subclass of hf_triton.settings.ModelSettings")
     parameters = {key: value["string_value"] for key, value in config["parameters"].items()}
     return load_settings(parameters, os.environ, settings_class)

@@ -341,7 +341,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "another task": (of_another_task, "model", "LlamaForTokenClassification"),
     "labels to rerank by": (of_labels("rerank"), "model", "has 2 labels, and rerank needs a model with one score"),
     "no entailment": (of_labels("zero-shot-classification"), "model", "its labels are 'LABEL_0', 'LABEL_1'"),
-    "no modules.json": (lambda it: add(it, "task", "embeddings"), "modules", "set pooling to what its model card says"),
+    "no modules.json": (lambda it: add(it, "task", "embeddings"), "model", "set pooling to what its model card says"),
     "damaged tokenizer": (
         lambda it: (checkpoint_of(it) / "tokenizer.json").write_text("{"),
         "tokenizer",
@@ -680,3 +680,121 @@ def test_the_code_may_have_another_name(tmp_path: Path, make_folder: Callable[..
     (folder / "1" / "model.py").rename(folder / "1" / "serve.py")
     assert folder_defect(folder) is None
     assert own_class(folder).__name__ == "TritonPythonModel"
+
+
+def test_models_of_others_are_passed_over(tmp_path: Path, folder: Path) -> None:
+    repository = tmp_path / "repository"
+    shutil.copytree(folder, repository / "mine")
+    for name, file, config in (
+        ("graph", "model.onnx", 'backend: "onnxruntime"'),
+        ("bare", "model.onnx", None),
+        ("platform", "model.plan", 'platform: "tensorrt_plan"'),
+        ("other", "model.py", 'backend: "python"'),
+    ):
+        (repository / name / "1").mkdir(parents=True)
+        (repository / name / "1" / file).write_text("import triton_python_backend_utils\n")
+        if config is not None:
+            (repository / name / "config.pbtxt").write_text(config)
+    result = run("check", "--json", repository)
+    assert result.exit_code == 0, result.output
+    found = {Path(each["folder"]).name: each["findings"][-1] for each in json.loads(result.stdout)}
+    assert found.pop("mine")["about"] == "chat template"
+    assert {name: (each["state"], each["finding"]) for name, each in found.items()} == {
+        "bare": ("ok", "not for hf_triton: no config.pbtxt names its backend"),
+        "graph": ("ok", "not for hf_triton: backend onnxruntime"),
+        "other": ("ok", "not for hf_triton: backend python"),
+        "platform": ("ok", "not for hf_triton: backend tensorrt_plan"),
+    }
+
+
+OWN_CODE = "import hf_triton\n{}\nclass TritonPythonModel(hf_triton.TritonPythonModel):\n    {}\n"
+WRONG_CODE = {
+    "settings_class = dict": ("settings", "settings_class of 1/model.py must be a subclass of"),
+    "task_class = object()": ("1/model.py", "task_class of 1/model.py must be a subclass of"),
+    "task_class = EncoderTask": ("1/model.py", "has no declaration: give it a TaskDeclaration"),
+    "task_class = Raises": ("1/model.py", "it cannot be checked (KeyError at model.py:7: 'mine')"),
+    "def build_prompt(self): return ''": ("1/model.py", "must take (self, text), as docs/hooks.md shows"),
+    "raise KeyError('here')": ("1/model.py", "cannot be imported (KeyError: 'here')"),
+}
+RAISES = """from hf_triton.tasks.encoder_task import EncoderTask
+from hf_triton.protocol.task_declaration import TEXTS, TaskDeclaration
+class Raises(EncoderTask):
+    declaration = TaskDeclaration("mine", (TEXTS,), {})
+    @classmethod
+    def check_config(cls, config, settings): raise KeyError("mine")"""
+
+
+@pytest.mark.parametrize("line", WRONG_CODE)
+def test_what_a_folder_s_own_code_raises_is_a_row_and_the_others_are_checked(
+    line: str, tmp_path: Path, folder: Path
+) -> None:
+    repository = tmp_path / "repository"
+    own = shutil.copytree(folder, repository / "own")
+    shutil.copytree(folder, repository / "right")
+    (own / "1" / "model.py").write_text(OWN_CODE.format(RAISES, line))
+    result = run("check", "--json", repository)
+    assert result.exit_code == 5, result.output
+    wrong, right = json.loads(result.stdout)
+    assert right["ok"]
+    about, sentence = WRONG_CODE[line]
+    [error] = [each for each in wrong["findings"] if each["state"] == "error"]
+    assert error["about"] == about
+    assert sentence in error["finding"]
+
+
+def test_misspelt_hooks_and_wrong_dims_are_in_the_table(folder: Path) -> None:
+    (folder / "1" / "model.py").write_text(OWN_CODE.format("", "def build_promt(self, text): return text"))
+    sentence = "nothing uses 'build_promt' of the folder's own 1/model.py: did you mean 'build_prompt'?"
+    assert findings(folder)["1/model.py"] == ("warning", sentence)
+    config = (folder / "config.pbtxt").read_text()
+    for dims, batch, is_right in (
+        ("1, 1, 3", 0, False),
+        ("-1, 1", 0, True),
+        ("1", 8, True),
+        ("-1, 1", 8, False),
+        ("3", 0, True),
+    ):
+        port = f'input [ {{ name: "text_input" data_type: TYPE_STRING dims: [ {dims} ] }} ]'
+        (folder / "config.pbtxt").write_text(f"{config}\nmax_batch_size: {batch}\n{port}\n")
+        ports = findings(folder).get("ports")
+        assert (ports is None) is is_right, ports
+        assert ports is None or "declares text_input with dims" in ports[1]
+
+
+STEP = """platform: "ensemble"
+input [ {{ name: "TEXT" data_type: {type} dims: [ {dims} ] }} ]
+output [ {{ name: "FOUND" data_type: TYPE_STRING dims: [ -1 ] }} ]
+ensemble_scheduling {{ step [ {{ model_name: "masks" model_version: -1
+  input_map {{ key: "{input}" value: "{tensor}" }} output_map {{ key: "{output}" value: "FOUND" }} }} ] }}"""
+FITTING = {"type": "TYPE_STRING", "dims": "-1", "input": "text", "tensor": "TEXT", "output": "output"}
+MISFITS = {
+    "as it is": ({}, ""),
+    "a shape": ({"dims": "-1, -1"}, "the tensor 'TEXT' is the ensemble's input TEXT (TYPE_STRING [-1, -1]), and does"),
+    "a type": ({"type": "TYPE_FP32"}, "TEXT (TYPE_FP32 [-1]), and does not fit masks's input text (TYPE_STRING [-1])"),
+    "an input": ({"input": "txt"}, "masks has no input 'txt', did you mean 'text'?"),
+    "an output": ({"output": "outputs"}, "masks has no output 'outputs', did you mean 'output'?"),
+    "a tensor": ({"tensor": "TXT"}, "nothing gives the tensor 'TXT', which masks takes as text"),
+}
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_an_ensemble_that_does_not_fit_is_told(case: str, tmp_path: Path, make_folder: Callable[..., Path]) -> None:
+    changes, sentence = MISFITS[case]
+    make_folder(tmp_path, "masks", huggingface_model="a/masks", task="fill-mask")
+    joined = tmp_path / "joined"
+    (joined / "1").mkdir(parents=True)
+    (joined / "config.pbtxt").write_text(STEP.format(**FITTING | changes))
+    [found] = json.loads(run("check", "--json", joined).stdout)
+    errors = [each["finding"] for each in found["findings"] if each["state"] == "error"]
+    assert [sentence in error for error in errors] == ([True] if sentence else []), errors
+
+
+def test_ports_that_another_backend_may_add_are_no_misfit(tmp_path: Path) -> None:
+    ports = """input [ {{ name: "{}" data_type: TYPE_STRING dims: [ -1 ] }} ]
+    output [ {{ name: "a" data_type: TYPE_FP32 dims: [ 4 ] }} ]"""
+    for name, config in (("masks", ports.format("text")), ("joined", STEP.format(**FITTING))):
+        (tmp_path / name / "1").mkdir(parents=True)
+        (tmp_path / name / "config.pbtxt").write_text(config)
+    assert findings(tmp_path / "joined") == {"ensemble": ("ok", "joins masks")}
+    (tmp_path / "masks" / "config.pbtxt").write_text(ports.format("needed"))
+    assert findings(tmp_path / "joined")["ensemble"] == ("error", "nothing is mapped to the input 'needed' of masks")

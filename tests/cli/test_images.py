@@ -9,8 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from hf_triton.cli import cli
-from hf_triton.cli.doors import encoder_declaration
-from hf_triton.cli.examples import config_of_task, ready_text
+from hf_triton.cli.examples import model_on_demand, ready_text
 from hf_triton.openai.config import GatewayConfig
 from hf_triton.server import TritonServer
 from tests.support.images import save_image_checkpoint
@@ -30,8 +29,7 @@ def test_a_folder_is_checked_and_shown(
     assert found["image processor"].endswith("ImageProcessorPil")
     assert ("tokenizer" in found) == (family == "clip")
 
-    config = config_of_task("mine", encoder_declaration(folder))
-    shown = ready_text(TritonServer(tmp_path), GatewayConfig(), [config], lambda name: False)
+    shown = ready_text(TritonServer(tmp_path), GatewayConfig(), [model_on_demand(folder)])
     assert '"input":"data:image/gif;base64,' in shown or family == "clip"
 
     refused = CliRunner().invoke(cli, ["optimize", str(folder)])

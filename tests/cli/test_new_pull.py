@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from hf_triton.cli.model_folder import model_settings
+from hf_triton.errors import HubError
 from hf_triton.settings import DEFAULT_MODELS
 from hf_triton.testing import LoopbackHub, TritonServer, build_tiny_checkpoint
 from tests.support.client import generate
@@ -160,3 +162,13 @@ def test_a_full_disk_is_one_sentence(hub: LoopbackHub, tmp_path: Path, command: 
     [*_, sentence] = done.stderr.splitlines()
     assert sentence.startswith("error: disk_full: ")
     assert str(home) in sentence
+
+
+def test_the_address_of_a_page_is_a_model_s_name(tmp_path: Path) -> None:
+    page = "https://huggingface.co/Qwen/Qwen3-0.6B"
+    assert model_settings(page, {}) == {"huggingface_model": "Qwen/Qwen3-0.6B"}
+    assert model_settings(f"{page}/tree/v1", {}) == {"huggingface_model": "Qwen/Qwen3-0.6B", "revision": "v1"}
+    file = "https://huggingface.co/a/b-GGUF/resolve/main/b-Q8_0.gguf"
+    assert model_settings(file, {}) == {"huggingface_model": "a/b-GGUF", "gguf_file": "b-Q8_0.gguf"}
+    with pytest.raises(HubError, match="it is no name on the Hub"):
+        model_settings("https://example.org/a/b", {})

@@ -18,10 +18,11 @@ from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
 from hf_triton.cli import cli
+from hf_triton.cli.candidates import TEXTS as MIXED
 from hf_triton.cli.candidates import Candidate, Child
 from hf_triton.cli.comparison import Row, agreement, judge
 from hf_triton.cli.graph_folder import GraphWriter
-from hf_triton.cli.optimize import written_candidates
+from hf_triton.cli.optimize import choose, conclusion, written_candidates
 from hf_triton.errors import CheckpointError, LoadError, SettingsError
 from hf_triton.hub.checkpoint import Placement, load_checkpoint
 from hf_triton.hub.resolve import Hub
@@ -95,6 +96,8 @@ def test_minilm_is_optimized_and_served_without_hub(tmp_path: Path, make_folder:
         OMP_NUM_THREADS="1",
     )
     assert done.returncode == 0, done.stderr
+    if "too much to decide by" in done.stderr:
+        pytest.skip("this machine is too busy to measure on")
     report = json.loads(done.stdout)
     assert json.loads((tmp_path / "out" / "optimize.json").read_text()) == report
     rows = {row["candidate"]: row for row in report["candidates"]}
@@ -319,3 +322,32 @@ def test_int8_is_judged_by_cosine_and_agreement() -> None:
     assert agreement(reference, turned, "vectors") == 1
     assert agreement(vectors([1, 2], [2, 1]), vectors([1, 2], [1, 2]), "logits") == 0.5
     assert agreement(vectors([1], [2], [3]), vectors([1], [3], [2]), "logits") == pytest.approx(2 / 3)
+
+
+def timed(name: str, folder: str, *rounds_ms: list[float]) -> Row:
+    return Row(name, Candidate(Path(folder)), rounds={(1, 16): [[each / 1000 for each in ms] for ms in rounds_ms]})
+
+
+QUIET = timed("pytorch", "a", [2.0, 2.1, 2.2], [2.0, 2.1, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("base", "other", "sentence"),
+    [
+        (QUIET, timed("onnxruntime", "b", [1.0, 1.1, 1.0], [1.0, 1.2, 1.0]), "Wrote"),
+        (QUIET, timed("onnxruntime", "b", [1.9, 1.95, 2.0], [1.9, 1.9, 2.0]), "and it takes 1.1."),
+        (
+            timed("pytorch", "a", [178, 227, 190], [0.2, 178, 227]),
+            timed("onnxruntime", "b", [0.18, 0.12, 190], [0.18, 0.2, 0.12]),
+            "the times of pytorch for 1 x 16 tokens scatter from 0.20 to 227.00 ms, too much to decide by",
+        ),
+        # Medians tell a gain that the shortest runs deny.
+        (timed("pytorch", "a", [2, 4, 4]), timed("onnxruntime", "b", [2, 2, 2]), "is 1.00 times as fast, and it takes"),
+    ],
+)
+def test_a_folder_is_written_for_a_gain_and_not_for_noise(base: Row, other: Row, sentence: str) -> None:
+    for row in (base, other):
+        row.rounds[MIXED] = row.rounds[1, 16]
+    best = choose([base, other])
+    assert (best is not None) is (sentence == "Wrote")
+    assert sentence in conclusion([base, other], best, Path("there"))

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from hf_triton.cli.doors import encoder_declaration
-from hf_triton.cli.examples import config_of_task, ready_text
+from hf_triton.cli.examples import model_on_demand, ready_text
 from hf_triton.cli.model_folder import write_model_folder
 from hf_triton.openai.config import GatewayConfig
 from hf_triton.server import TritonServer
+from hf_triton.testing import build_tiny_checkpoint
 from tests.support.commands import Terminal, hf_triton
 from tests.support.serving import curl_lines, descendants, wait_until_gone
 from tests.support.tasks import save_task_checkpoint
@@ -79,11 +79,51 @@ def test_the_example_of_an_encoder_is_one_that_it_takes(tmp_path: Path, head: st
     folder = tmp_path / "repository" / "mine"
     checkpoint = save_task_checkpoint(tmp_path / "checkpoint", "roberta", head)
     write_model_folder(folder, {"huggingface_model": str(checkpoint)})
-    config = config_of_task("mine", encoder_declaration(folder))
-    shown = ready_text(TritonServer(folder.parent), GatewayConfig(), [config], lambda name: False)
+    shown = ready_text(TritonServer(folder.parent), GatewayConfig(), [model_on_demand(folder)])
     [line] = curl_lines(shown)
     assert json.loads(line[-1]) == {"model": "mine", "input": text}
     assert re.search(r"/v1/(fill-mask|token-classification)$", line[1])
+
+
+@pytest.mark.parametrize("body", ["task_class = object", "pass"])
+def test_a_folder_that_is_not_loaded_has_an_example_if_its_task_is_known(tmp_path: Path, body: str) -> None:
+    folder = tmp_path / "repository" / "mine"
+    write_model_folder(folder, {"huggingface_model": "a/b", "task": "fill-mask"})
+    own = "class TritonPythonModel(hf_triton.TritonPythonModel):\n"
+    (folder / "1" / "model.py").write_text(f"import hf_triton\n{own}    {body}\n")
+    shown = ready_text(TritonServer(folder.parent), GatewayConfig(), [model_on_demand(folder)])
+    assert ("curl" in shown) is (body == "pass")
+
+
+@pytest.mark.parametrize("token", ["[X]", {"content": "[X]", "lstrip": True}, None])
+def test_the_mask_is_the_tokenizer_s_own(tmp_path: Path, token: object) -> None:
+    folder = tmp_path / "repository" / "mine"
+    checkpoint = save_task_checkpoint(tmp_path / "checkpoint", "bert", "masks")
+    config = json.loads((checkpoint / "tokenizer_config.json").read_text()) | {"mask_token": token}
+    (checkpoint / "tokenizer_config.json").write_text(json.dumps(config))
+    (checkpoint / "special_tokens_map.json").unlink(missing_ok=True)
+    write_model_folder(folder, {"huggingface_model": str(checkpoint)})
+    shown = ready_text(TritonServer(folder.parent), GatewayConfig(), [model_on_demand(folder)])
+    [line] = curl_lines(shown)
+    assert json.loads(line[-1])["input"] == f"Anna lives at the {'[X]' if token else '[MASK]'}."
+
+
+def test_a_model_without_a_chat_template_is_known_before_it_is_loaded(tmp_path: Path) -> None:
+    base = str(build_tiny_checkpoint(tmp_path / "base", "llama"))
+    for more, what in (((), "a conversation needs"), (("Hello", "--system=Be brief."), "--system needs")):
+        done = hf_triton("run", base, *more)
+        assert (done.returncode, done.stdout) == (1, "")
+        [line] = done.stderr.splitlines()
+        assert line.startswith(f"error: wrong_task: {base} has no chat template, which {what}: `")
+        assert line.split("`")[1].endswith(f"hf-triton run {base} PROMPT")
+
+
+@pytest.mark.full
+def test_a_model_without_a_chat_template_completes_a_prompt(tmp_path: Path) -> None:
+    base = str(build_tiny_checkpoint(tmp_path / "base", "llama"))
+    done = hf_triton("run", base, "How can", "--max-tokens=4", "--param=return_num_output_tokens=true")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
 
 
 @pytest.mark.full

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_triton.server import free_ports
+from hf_triton.server import free_ports, lock_flags
 from hf_triton.testing import TritonServer
 from tests.support.chat import build_chat_checkpoint
 from tests.support.commands import Terminal, hf_triton
@@ -346,3 +346,14 @@ def test_prompts_are_not_in_the_servers_log(server: TritonServer) -> None:
     run(server, "generate", "demo", "zebra crossing", "--max-tokens=2")
     run(server, "generate", "demo", "zebra crossing", "--param=top_k=many")
     assert "zebra" not in server.read_log()
+
+
+@pytest.mark.full
+def test_a_named_model_generates_beside_an_admin_key(tmp_path: Path) -> None:
+    add_demo(tmp_path)
+    with TritonServer(tmp_path, arguments=lock_flags("0123456789abcdef")) as locked:
+        for words in (("generate", "-m", "demo", "Hello", "--max-tokens=4"), ("chat", "demo", "--max-tokens=4")):
+            done = run(locked, *words, stdin="Hello\n")
+            assert done.returncode == 0, done.stderr
+            assert done.stdout.strip()
+        assert refusal(run(locked, "generate", "Hello")).endswith("; or name the model")

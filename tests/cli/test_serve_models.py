@@ -4,13 +4,15 @@
 import json
 import re
 import shutil
+import subprocess
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from hf_triton.testing import LoopbackHub, build_tiny_checkpoint
+from hf_triton.testing import LoopbackHub, build_tiny_checkpoint, build_tiny_encoder
+from tests.support.certificates import Authority
 from tests.support.commands import hf_triton
 from tests.support.paths import ROOT
 from tests.support.serving import curl_lines, running, send, serve_until_exit
@@ -157,3 +159,69 @@ def test_printed_requests_fit_an_encoder(tmp_path: Path, head: str, config: dict
     assert len(answers) == 1
     assert all("error" not in answer for answer in answers)
     assert "encoder_stream" not in output
+
+
+def test_printed_requests_have_the_names_that_folders_declare(
+    checkpoint: Path, tmp_path: Path, make_folder: Callable[..., Path]
+) -> None:
+    certificate = Authority(tmp_path).issue("gateway", "DNS:localhost", "IP:127.0.0.1")
+    repository, masks = tmp_path / "repository", tmp_path / "masks"
+    build_tiny_encoder(masks, "fill-mask")
+    text = 'input [ {{ name: "{}" data_type: TYPE_STRING dims: [ 1 ] }} ]'
+    labels = save_task_checkpoint(tmp_path / "classifier", "bert", "sequence", num_labels=3)
+    make_folder(repository, "labels", huggingface_model=labels, config=text.format("TEXT"))
+    make_folder(repository, "masks", huggingface_model=masks)
+    make_folder(repository, "writer", huggingface_model=checkpoint, config=text.format("args"))
+    own = make_folder(repository, "near", huggingface_model=build_tiny_encoder(tmp_path / "vectors"))
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "hooks.md").read_text(), flags=re.DOTALL)
+    (own / "1" / "model.py").write_text(blocks[1])
+    joined = repository / "joined"
+    (joined / "1").mkdir(parents=True)
+    (joined / "config.pbtxt").write_text(
+        """platform: "ensemble"
+        input [ { name: "QUERY" data_type: TYPE_STRING dims: [ -1 ] } ]
+        output [ { name: "FOUND" data_type: TYPE_STRING dims: [ -1 ] } ]
+        ensemble_scheduling { step [ {
+          model_name: "masks" model_version: -1
+          input_map { key: "text" value: "QUERY" } output_map { key: "output" value: "FOUND" }
+        } ] }"""
+    )
+    tls = (f"--ssl-certfile={certificate.file}", f"--ssl-keyfile={certificate.key}")
+    with running(str(repository), *tls, output=tmp_path / "output") as serving:
+        lines = curl_lines(serving.wait_for("Ctrl+C stops the server", 240))
+        answers = {line[-1]: send(line) for line in lines}
+        classified = json.dumps({"model": "labels", "input": "The harbour is beautiful.", "top_k": 1})
+        url = f"https://localhost:{serving.openai_port}/v1/classify"
+        head = ["curl", "--cacert", str(Authority(tmp_path, "other").file), url, "-d", classified]
+        assert subprocess.run(head, capture_output=True, check=False).returncode == 60
+    bodies = [json.loads(body) for body in answers]
+    assert {"first": "Anna lives at the harbour.", "second": "Anna lives at the harbour."} in bodies
+    assert {"QUERY": "Anna lives at the harbour."} in bodies
+    assert {"args": "How can you be"} in bodies
+    assert {"model": "masks", "input": "Anna lives at the <mask>."} in bodies
+    assert {"model": "labels", "input": "The harbour is beautiful."} in bodies
+    refused = {body: answer for body, answer in answers.items() if "error" in json.loads(answer)}
+    assert list(map(json.loads, refused)) in ([], [{"QUERY": "Anna lives at the harbour."}])  # which has no mask
+
+
+def test_explicit_mode_shows_folders_that_cannot_be_read(
+    checkpoint: Path, tmp_path: Path, make_folder: Callable[..., Path]
+) -> None:
+    repository = tmp_path / "repository"
+    make_folder(repository, "tiny", huggingface_model=checkpoint)
+    make_folder(repository, "garbled", huggingface_model=checkpoint, config="parameters {")
+    ensemble = repository / "joined"
+    (ensemble / "1").mkdir(parents=True)
+    (ensemble / "config.pbtxt").write_text(
+        """platform: "ensemble"
+        input [ { name: "TEXT" data_type: TYPE_FP32 dims: [ -1 ] } ]
+        output [ { name: "FOUND" data_type: TYPE_STRING dims: [ -1 ] } ]
+        ensemble_scheduling { step [ { model_name: "tiny" model_version: -1
+          input_map { key: "text_input" value: "TEXT" } output_map { key: "text_output" value: "FOUND" } } ] }"""
+    )
+    flags = ("--", "--model-control-mode=explicit", "--load-model=*")
+    with running(str(repository), *flags, output=tmp_path / "output") as serving:
+        output = serving.wait_for("Ctrl+C stops the server", 240)
+    assert "garbled: failed: config.pbtxt cannot be parsed: " in output
+    assert re.search("joined: failed: .*(does not fit|inconsistent)", output)
+    assert "tiny: ready" in output

@@ -3,14 +3,13 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu.tables import NOTHING, document, goals, read, tables
+from benchmarks.gpu.tables import NOTHING, RESULTS, document, goals, read, tables
 from tests.support.paths import ROOT
 
 RUN = ROOT / "benchmarks" / "gpu" / "run.sh"
@@ -63,8 +62,38 @@ def test_goals_are_reached_missed_or_not_measured() -> None:
     assert sum(line.startswith("not measured") for line in lines) == len(lines) - 2
 
 
-def test_a_document_has_all_runs_the_last_one_first(tmp_path: Path) -> None:
+def test_a_document_has_ten_rows_of_the_last_day_and_no_run_that_failed(tmp_path: Path) -> None:
     assert document(tmp_path) == NOTHING
-    for day, card in (("2027-01-31", "First"), ("2027-02-01", "Second")):
-        (tmp_path / f"{day}.jsonl").write_text(json.dumps({"part": "machine", "card": card}) + "\n")
-    assert re.findall(r"First|Second", document(tmp_path)) == ["Second", "First"]
+    decode = {"part": "engine", "model": "llama-3-8b", "name": "decode", "load": "64 x 1024", "tokens_per_s": 1352.5}
+    rows = {**decode, "part": "peers", "name": "rows", "tokens_per_s": 1922.2}
+    equal = {"part": "equality", "model": "llama", "load": "float32", "equal": 24, "of": 24}
+    for name, records in (
+        ("2027-01-31-card", [{"part": "machine", "card": "Card", "date": "2027-01-31"}, {**decode, "tokens_per_s": 1}]),
+        ("2027-02-01-card", [{"part": "machine", "card": "Card", "date": "2027-02-01"}, decode, rows]),
+        (
+            "2027-02-01-card-2",
+            [
+                {"part": "machine", "card": "Card", "date": "2027-02-01"},
+                equal,
+                {**equal, "name": "auto"},
+                {"part": "run", "name": "tests", "failed": "exit status 2"},
+            ],
+        ),
+    ):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    text = document(tmp_path)
+    assert text.startswith("**Card**, 2027-02-01: ")
+    assert text.count("\n| ") == 11
+    assert "|  | 64 of 1,024 | 1,352 | 0.70 | - |" in text
+    assert "| float32 48 of 48 |" in text
+    assert "failed" not in text
+
+
+def test_no_document_claims_a_run_that_is_not_on_file() -> None:
+    records = [each for path in sorted(RESULTS.glob("*.jsonl")) for each in read(path)]
+    failed = any(each.get("name") == "tests" and "failed" in each for each in records)
+    passed = any(each.get("part") == "tests" and each.get("failures") == 0 for each in records)
+    assert failed
+    assert not passed, "README and docs/performance.md say that no run of tests/gpu that passed is on file"
+    for name in ("README.md", "docs/performance.md"):
+        assert "No run in which `tests/gpu` passed is on file" in (ROOT / name).read_text(encoding="utf-8")

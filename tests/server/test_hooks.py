@@ -315,7 +315,7 @@ def test_output_of_a_hook_is_logged_at_once(server: TritonServer) -> None:
 
 
 def test_method_named_nearly_like_a_hook_is_logged(server: TritonServer) -> None:
-    line = "nothing calls the method 'post_process' of the folder's own 1/model.py: did you mean 'postprocess'?"
+    line = "nothing uses 'post_process' of the folder's own 1/model.py: did you mean 'postprocess'?"
     assert server.read_log().count(f"chatty: {line}") == 1
 
 

@@ -108,11 +108,16 @@ def model_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shell(f"sed -i 's|{FALCON}|{SENTIMENT}|' model_repository/sts_tensorrt_inference/config.pbtxt", work)
     page = (ROOT / "docs" / "moving" / "transformer-deploy.md").read_text(encoding="utf-8")
     [declaration] = re.findall(r"^echo '(input \[.*\])' >> \S+/config.pbtxt$", page, re.MULTILINE)
-    with (work / "model_repository/sts_tensorrt_inference/config.pbtxt").open("a") as config:
-        config.write('parameters { key: "task" value { string_value: "text-classification" } }\n' + declaration)
+    with (work / "model_repository/sts_tensorrt_inference/config.pbtxt").open("a") as file:
+        file.write('parameters { key: "task" value { string_value: "text-classification" } }\n' + declaration)
+    shell("cp -r model_repository/sts_tensorrt_inference model_repository/sts_tensorrt_model", work)
+    page = (ROOT / "docs" / "perf-analyzer.md").read_text(encoding="utf-8")
+    [ids] = re.findall(r"^echo '(input \[.*\])' >> \S+/config.pbtxt$", page, re.MULTILINE)
+    config = work / "model_repository/sts_tensorrt_model/config.pbtxt"
+    config.write_text(config.read_text().replace(declaration, ids))
     shell("cp -r falcon7b model_repository/batched", work)
-    with (work / "model_repository/batched/config.pbtxt").open("a") as config:
-        config.write(BATCHING)
+    with (work / "model_repository/batched/config.pbtxt").open("a") as file:
+        file.write(BATCHING)
     for name, text in STATED_FOLDERS.items():
         shell(f"cp -r falcon7b model_repository/{name}", work)
         (work / "model_repository" / name / "config.pbtxt").write_text(text)
@@ -279,12 +284,15 @@ TRANSFORMER_DEPLOY = (
     '--percentile=95 --string-data "This live event is great. I will sign-up for Infinity." --shape TEXT:1 -i grpc -a'
 )
 """Of its two printed commands; the second one adds a range and a file."""
+MODEL_PART = "--input-data rows.json --shape input_ids:8,128 --shape attention_mask:8,128 -i grpc -a"
+"""Of its command for the model alone, with data in place of zeros, and fewer tokens; it adds the same."""
 RANGE = "--concurrency-range 1:2 -f perf.csv"
 DATA = {"data": [{"text_input": {"content": [PROMPTS[0]], "shape": [1]}}]}
 RUNS = {
     "falcon7b": ("-m falcon7b --collect-metrics --input-data data.json", [1]),
     "the folder's comment": ("-m one_input --collect-metrics", [1]),
     "transformer-deploy": (f"-m sts_tensorrt_inference {TRANSFORMER_DEPLOY} {RANGE}", [1, 2]),
+    "transformer-deploy's model part": (f"-m sts_tensorrt_model {MODEL_PART} {RANGE}", [1, 2]),
     "as the tutorial states its tensors": ("-m stated --collect-metrics", [1]),
     "batched": ("-m batched --collect-metrics --concurrency-range=2:4:2 --input-data data.json", [2, 4]),
 }
@@ -296,7 +304,10 @@ def test_perf_analyzer(case: str, server: TritonServer, tmp_path: Path) -> None:
     """With random data where a folder declares its one input, as the tutorial does and a comment in ours."""
     arguments, levels = RUNS[case]
     (tmp_path / "data.json").write_text(json.dumps(DATA))
-    for name in ("data.json", "perf.csv"):
+    page = (ROOT / "docs" / "perf-analyzer.md").read_text(encoding="utf-8")
+    [rows] = re.findall(r"^python3 -c .* > rows.json$", page, re.MULTILINE)
+    shell(rows.replace("384", "128"), tmp_path)
+    for name in ("data.json", "rows.json", "perf.csv"):
         arguments = arguments.replace(name, str(tmp_path / name))
     done = perf_analyzer(server, arguments)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -70,6 +70,37 @@ def test_a_folder_that_requires_a_text_is_named_before_triton_refuses(given: dic
     assert caught.value.message == message + what
 
 
+def texts_folder(name: str, dims: int, *, optional: bool = False) -> Folder:
+    ports = [{"name": name, "data_type": "TYPE_STRING", "dims": [dims], "optional": optional}]
+    return Folder.from_config("mine", ModelConfig(input=ports))
+
+
+@pytest.mark.parametrize("name", ["text", "TEXT", "args", "text_inputs", "input_text", "sequences"])
+def test_texts_go_by_the_name_that_the_folder_declares(name: str) -> None:
+    request = TextRequest("mine", "1", "text-classification", {"text": ["a", "b"]}, ["label"])
+    message = infer_request(texts_folder(name, -1), request, is_stream=False)
+    assert [(each.name, list(each.shape)) for each in message.inputs] == [(name, [2])]
+
+
+def test_prompts_go_by_the_declared_name_and_name_their_outputs() -> None:
+    ports = [
+        {"name": "args", "data_type": "TYPE_STRING", "dims": [-1]},
+        {"name": "text_input", "data_type": "TYPE_STRING", "dims": [-1], "optional": True},
+    ]
+    outputs = [{"name": name, "data_type": "TYPE_STRING", "dims": [-1]} for name in ("text_output", "output")]
+    folder = Folder.from_config("mine", ModelConfig(input=ports, output=outputs))
+    message = infer_request(folder, Generation("mine", "1", {}, {}, prompts=["a"]), is_stream=False)
+    assert [each.name for each in message.inputs] == ["args"]
+    assert [each.name for each in message.outputs] == ["text_output"]
+
+
+def test_a_folder_of_one_prompt_says_which_line_makes_it_so() -> None:
+    generation = Generation("mine", "1", {}, {}, prompts=["a", "b"])
+    with pytest.raises(ApiError, match=r"the folder mine has 1 of text_input, got 2: .* dims \[ -1 \] in config.pbtxt"):
+        infer_request(texts_folder("text_input", 1), generation, is_stream=False)
+    assert texts_folder("text_input", 1, optional=True).fixed_sizes == {}
+
+
 def test_an_input_that_a_folder_has_not_is_named_in_the_clients_words() -> None:
     config = ModelConfig(
         input=[{"name": name, "data_type": "TYPE_STRING", "dims": [1]} for name in ("token_ids", "text")]

@@ -65,7 +65,7 @@ def test_hook_with_wrong_arguments_is_named(folder: Callable[[str], type[Hooks]]
         hooks.build_prompt("x")
     assert str(error.value) == (
         "hook_failed: build_prompt of the folder's own 1/model.py failed (TypeError as it was called: "
-        "does it take the arguments that the README shows?)"
+        "must it take (self, text), as docs/hooks.md shows?)"
     )
 
 
@@ -112,12 +112,29 @@ def test_hook_that_is_no_method_is_refused(folder: Callable[[str], Any]) -> None
         check_hooks(folder("    logits_processor = None\n"), hf_triton.TritonPythonModel)
 
 
-def test_method_named_nearly_like_a_hook_is_logged(
-    folder: Callable[[str], Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    check_hooks(folder(MISSPELT), hf_triton.TritonPythonModel)
-    similar = {"post_process": "postprocess", "buildPrompt": "build_prompt"}
-    assert sorted(caplog.messages) == sorted(
-        f"nothing calls the method '{name}' of the folder's own 1/model.py: did you mean '{hook}'?"
+def test_names_that_resemble_a_hook_or_a_class_are_told(folder: Callable[[str], Any]) -> None:
+    sentences = check_hooks(folder(MISSPELT + "\n    task_clas = int\n"), hf_triton.TritonPythonModel)
+    similar = {"post_process": "postprocess", "buildPrompt": "build_prompt", "task_clas": "task_class"}
+    assert sorted(sentences) == sorted(
+        f"nothing uses '{name}' of the folder's own 1/model.py: did you mean '{hook}'?"
         for name, hook in similar.items()
     )
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("def build_prompt(self)", "self, text"),
+        ("def logits_processor(self, token_ids, scores)", "self"),
+        ("def load(self)", "self, checkpoint"),
+        ("def is_complete(self, text, more=1)", None),
+        ("def postprocess(*args)", None),
+    ],
+)
+def test_hooks_take_the_arguments_that_they_get(folder: Callable[[str], Any], line: str, wanted: str | None) -> None:
+    model = folder(f"    {line}:\n        return None\n")
+    if wanted is None:
+        assert check_hooks(model, hf_triton.TritonPythonModel) == []
+        return
+    with pytest.raises(HfTritonError, match=rf"must take \({wanted}\), as docs/hooks.md shows"):
+        check_hooks(model, hf_triton.TritonPythonModel)

@@ -18,6 +18,7 @@ from hf_triton.settings import (
     DoorSettings,
     LoadedSettings,
     ModelSettings,
+    hub_name,
     load_settings,
 )
 
@@ -322,3 +323,41 @@ def test_an_empty_variable_is_not_set() -> None:
 def test_json_that_python_cannot_parse_is_rejected(text: str) -> None:
     with pytest.raises(SettingsError, match="generation_defaults must be a JSON object"):
         load_settings({**MODEL, "generation_defaults": text}, {})
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("https://huggingface.co/Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
+        ("huggingface.co/Qwen/Qwen3-0.6B/", "Qwen/Qwen3-0.6B"),
+        ("https://huggingface.co/Qwen/Qwen3-0.6B/tree/main", "Qwen/Qwen3-0.6B"),
+        ("https://huggingface.co/Qwen/Qwen3-0.6B/tree/c1899de/onnx", "Qwen/Qwen3-0.6B@c1899de"),
+        ("https://huggingface.co/a/b-GGUF/blob/main/b-Q8_0.gguf?download=true", "a/b-GGUF:b-Q8_0.gguf"),
+        ("hf.co/a/b-GGUF:Q4_K_M", "a/b-GGUF:Q4_K_M"),
+        ("https://huggingface.co/datasets/a/b", "https://huggingface.co/datasets/a/b"),
+        ("https://example.org/a/b", "https://example.org/a/b"),
+        ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
+    ],
+)
+def test_the_address_of_a_page_names_its_model(model: str, name: str) -> None:
+    assert hub_name(model) == name
+
+
+def test_a_folder_may_name_a_model_by_its_page() -> None:
+    page = "https://huggingface.co/Qwen/Qwen3-0.6B"
+    assert load_settings({"huggingface_model": page}, {}).settings.huggingface_model == "Qwen/Qwen3-0.6B"
+    with pytest.raises(SettingsError, match=r"must be Qwen/Qwen3-0.6B alone, got .*: set revision or gguf_file"):
+        load_settings({"huggingface_model": f"{page}/tree/c1899de"}, {})
+
+
+def test_a_misspelt_task_has_a_near_one_and_an_own_task_a_hint() -> None:
+    with pytest.raises(SettingsError, match=r"task has no value 'text-generatoin', did you mean 'text-generation'\?"):
+        load_settings({"huggingface_model": "a/b", "task": "text-generatoin"}, {})
+    with pytest.raises(SettingsError, match=r"a folder whose 1/model.py has a task_class sets no task"):
+        load_settings({"huggingface_model": "a/b", "task": "similarity"}, {})
+
+
+@pytest.mark.parametrize("settings_class", [dict, "Settings", None, object()])
+def test_what_is_no_class_of_settings_is_refused(settings_class: Any) -> None:
+    with pytest.raises(SettingsError, match=r"settings_class of 1/model.py must be a subclass of"):
+        load_settings({"huggingface_model": "a/b"}, {}, settings_class)

@@ -105,6 +105,7 @@ def test_allowed_says_type_and_range(name: str) -> None:
         ({"name": "x", "share": 0}, ["share must be a number > 0, got 0"]),
         ({"name": ""}, ["name must be a non-empty string, got ''"]),
         ({"name": "x", "color": "green"}, ["color must be one of `red`, `blue`, got 'green'"]),
+        ({"name": "x", "color": "bleu"}, ["color must be one of `red`, `blue`, got 'bleu', did you mean 'blue'?"]),
         ({}, ["name is required"]),
         ({"name": "x", "flag": True, "count": 9}, ["flag and 9 do not go together"]),
         (
@@ -120,7 +121,19 @@ def test_allowed_says_type_and_range(name: str) -> None:
         ),
         ({"name": "x", "weights": {"x": 2}}, [f"weights must be {ALLOWED['weights']}, got 'x'"]),
     ],
-    ids=["range", "type", "open range", "empty", "choice", "missing", "together", "two", "entries", "entry"],
+    ids=[
+        "range",
+        "type",
+        "open range",
+        "empty",
+        "choice",
+        "near choice",
+        "missing",
+        "together",
+        "two",
+        "entries",
+        "entry",
+    ],
 )
 def test_each_problem_is_one_sentence(values: dict[str, object], expected: list[str]) -> None:
     assert sentences(**values) == expected

@@ -9,7 +9,6 @@ import { announce, copy } from "./view.js";
 const QUESTION = "How far is the harbour?";
 const TEXTS = ["It is a mile away.", "Bread is baked in the morning.", "The port is near."].join("\n");
 const PEOPLE = "Anna lives in Berlin and works for the Post.";
-const MASKED = "Text with a mask token, such as [MASK] or <mask>";
 const MAX_COMPARED = 30; // texts: the table has a cell for each pair
 
 let controller = new AbortController(); // of the answer that the form waits for
@@ -18,7 +17,7 @@ let controller = new AbortController(); // of the answer that the form waits for
 const FORMS = {
   "text-classification": ["v1/classify", drawLabels, { name: "input", label: "Text", value: PEOPLE }],
   "token-classification": ["v1/token-classification", drawEntities, { name: "input", label: "Text", value: PEOPLE }],
-  "fill-mask": ["v1/fill-mask", drawFills, { name: "input", label: MASKED, value: "The sea is [MASK]." }],
+  "fill-mask": ["v1/fill-mask", drawFills, { name: "input", label: "Text with [MASK]", value: "The sea is [MASK]." }],
   rerank: [
     "v1/rerank",
     drawRanks,
@@ -39,8 +38,9 @@ export const hasForm = (task) => task in FORMS;
 export function showForm(element, model, key) {
   controller.abort();
   const [path, draw, ...fields] = FORMS[model.task];
+  const masked = (words) => words.replaceAll("[MASK]", model.mask_token ?? "[MASK]");
   const labels = fields.map(({ name, label, value, lines }) =>
-    make("label", "", label, make("textarea", { name, value, rows: lines ? 5 : 2, dir: "auto", required: true })),
+    make("label", "", masked(label), make("textarea", { name, value: masked(value), rows: lines ? 5 : 2, dir: "auto", required: true })),
   );
   element.querySelector(".fields").replaceChildren(...labels);
   element.querySelector(".result").replaceChildren();
