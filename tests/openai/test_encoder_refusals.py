@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refusals of encoders as each API tells them: in its names, with the client's rows."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from hf_triton.openai import classify, cohere, embeddings, scores, tei
+from hf_triton.openai.config import GatewayConfig
+from hf_triton.protocol.options import PARAMETERS
+from hf_triton.testing import TritonServer
+from tests.support.gateway import GatewayThread
+
+pytestmark = pytest.mark.full
+
+LONG = "abc def " * 900
+APIS: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "/v1/embeddings": (embeddings.EmbeddingRequest, {"model": "minilm"}, "input"),
+    "/v1/rerank": (scores.RerankRequest, {"model": "reranker", "query": "a"}, "documents"),
+    "/v1/score": (scores.ScoreRequest, {"model": "reranker", "text_1": "a"}, "text_2"),
+    "/v1/classify": (classify.ClassifyRequest, {"model": "sentiment"}, "input"),
+    "/embed": (tei.EmbedRequest, {"model": "minilm"}, "inputs"),
+    "/embed_all": (tei.EmbedAllRequest, {"model": "states"}, "inputs"),
+    "/embed_sparse": (tei.EmbedSparseRequest, {"model": "splade"}, "inputs"),
+    "/predict": (tei.PredictRequest, {"model": "sentiment"}, "inputs"),
+    "/v2/embed": (cohere.EmbedRequest, {"model": "minilm", "input_type": "search_query"}, "texts"),
+}
+"""Each endpoint's fields, the least of a request beside its texts, and the field of those."""
+OURS = {"token_ids", "query_ids", "prompt_name", "top_k", "aggregation_strategy", "lora_name", "truncate", "dimensions"}
+"""Inputs and parameters of encoders' tasks that are no words of English."""
+WRONG: tuple[Any, ...] = (-7, "words", [[]], {"type": "frobnicate"}, 2**40)
+
+
+@pytest.fixture(scope="module")
+def gateway(encoders: TritonServer) -> Iterator[GatewayThread]:
+    with GatewayThread(GatewayConfig(triton=encoders.grpc_url, port=0)) as running:
+        yield running
+
+
+def message_of(answer: httpx.Response) -> str:
+    body = answer.json()
+    error = body.get("error", body.get("message"))
+    return str(error["message"] if isinstance(error, dict) else error)
+
+
+@pytest.mark.parametrize("path", APIS)
+def test_no_refusal_names_a_field_that_the_api_lacks(gateway: GatewayThread, path: str) -> None:
+    model, least, texts = APIS[path]
+    fields = set(model.model_fields)
+    unsent = {name for name in {*PARAMETERS, *OURS} if "_" in name or name in OURS} - fields
+    bodies: list[dict[str, Any]] = [{name: value} for name in fields - {"model"} for value in WRONG]
+    bodies += [{texts: []}, {texts: [""]}, {texts: [[]]}, {texts: [[10**9]]}, {texts: LONG}, {texts: ["a"] * 10_001}]
+    if "truncate" in fields:
+        bodies += [{texts: [LONG], "truncate": "NONE" if path.startswith("/v2") else False}]
+    num_refused = 0
+    for body in bodies:
+        answer = httpx.post(gateway.url + path, json={**least, texts: ["a"], **body}, timeout=60)
+        if answer.status_code < 400:
+            continue
+        num_refused += 1
+        assert answer.status_code in (400, 404, 413), (body, answer.text)
+        found = set(re.findall(r"[a-z_]{2,}", message_of(answer))) & unsent
+        assert not found, (path, body, answer.text)
+        assert "\\ufdd" not in answer.text
+    assert num_refused > 10
+
+
+@pytest.mark.parametrize("path", [path for path in APIS if path not in ("/v1/score", "/predict", "/embed_all")])
+def test_a_text_of_a_part_is_told_by_the_clients_row(gateway: GatewayThread, path: str) -> None:
+    """Texts reach Triton in parts of 128."""
+    _, least, texts = APIS[path]
+    told = {"truncate": "NONE"} if path.startswith("/v2") else {"truncate": False}
+    rows = ["a"] * 150 + [LONG]
+    answer = httpx.post(gateway.url + path, json={**least, texts: rows, **told}, timeout=60)
+    assert answer.status_code in (400, 413), answer.text
+    assert re.search(r"\brow 150\b", message_of(answer)), answer.text
