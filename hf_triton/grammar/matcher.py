@@ -16,7 +16,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from hf_triton.errors import RequestError
-from hf_triton.grammar.schema_checks import check_schema
+from hf_triton.grammar.schema_checks import check_schema, drop_annotations
 from hf_triton.protocol.structured_output import Grammar
 from hf_triton.sentence import plain
 
@@ -61,9 +61,11 @@ def rejection(grammar: Grammar, sentence: str) -> RequestError:
 def _source(grammar: Grammar) -> str:
     """A grammar in llguidance's own form."""
     if grammar.kind == "json_schema":
-        check_schema(json.loads(grammar.text))
+        schema = json.loads(grammar.text)
+        check_schema(schema)
         return LLMatcher.grammar_from_json_schema(
-            grammar.text, overrides={"whitespace_pattern": JSON_SPACE, "lenient": False, "coerce_one_of": False}
+            json.dumps(schema) if drop_annotations(schema) else grammar.text,
+            overrides={"whitespace_pattern": JSON_SPACE, "lenient": False, "coerce_one_of": False},
         )
     if grammar.kind == "regex":
         return LLMatcher.grammar_from_regex(grammar.text)

@@ -21,6 +21,8 @@ SCHEMAS_BY_NAME: Final = ("properties", "patternProperties", "$defs", "definitio
 """Keywords whose values are schemas under names of their own."""
 VALUES: Final = ("const", "enum", "default", "examples")
 """Keywords whose values are no schemas."""
+FORMATS: Final = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+"""Formats of strings that llguidance enforces; all others are annotations."""
 BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 MAX_INTEGER: Final = 2**53
 """llguidance rounds larger bounds."""
@@ -52,7 +54,19 @@ def check_schema(schema: Any) -> None:
         _References(schema).check()
 
 
-def subschemas(schema: Any) -> Iterator[Mapping[str, Any]]:
+def drop_annotations(schema: Any) -> bool:
+    """Take formats out of a schema that are no constraint here (`password`, `int32`), which llguidance would refuse.
+
+    Returns:
+        Whether there was one.
+    """
+    annotated = [part for part in subschemas(schema) if part.get("format", "date") not in FORMATS]
+    for part in annotated:
+        del part["format"]
+    return bool(annotated)
+
+
+def subschemas(schema: Any) -> Iterator[dict[str, Any]]:
     """A schema and the schemas within it, without the values that they name."""
     pending = [schema]
     while pending:

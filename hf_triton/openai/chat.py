@@ -36,7 +36,7 @@ from hf_triton.openai.logprobs import chat_logprobs, chat_positions
 from hf_triton.openai.sse import DONE, RESPONSES, EventStream, chunk, chunk_start, event
 from hf_triton.openai.thinking import read_thinking
 from hf_triton.openai.triton_messages import THINKING_BUDGET, Generation, Outputs, StreamSize, size_of
-from hf_triton.protocol.chat import TOOL, hidden_type
+from hf_triton.protocol.chat import ASSISTANT, TOOL, hidden_type, unknown_fields
 from hf_triton.protocol.custom_tools import hosted_type
 from hf_triton.protocol.thinking import SWITCHES
 
@@ -149,6 +149,8 @@ class ChatRequest(GenerationFields):
             name: value for name in BOOLEAN_OPTIONS if (value := getattr(self, name)) is not None
         }
         for message in self.messages:
+            for name in unknown_fields(message) if message.get("role") != ASSISTANT else ():
+                pass_over(f"messages.{name}")
             parts = message.get("content") if message.get("role") == TOOL else None
             for part_type in filter(None, map(hidden_type, parts if isinstance(parts, list) else ())):
                 pass_over(f"messages.content.{part_type}")

@@ -6,7 +6,6 @@ Sampling fields take their types and ranges from `GenerationParameters`: nothing
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -35,7 +34,7 @@ from hf_triton.openai.triton_messages import TEXT_GENERATION
 from hf_triton.protocol.chat import MAX_MESSAGES, MAX_TOOLS
 from hf_triton.protocol.dialects import BEAM_SEARCH
 from hf_triton.protocol.parameters import MAX_STOP_STRINGS, WARPERS, GenerationParameters
-from hf_triton.protocol.validation import MAX_NAME, problems
+from hf_triton.protocol.validation import is_slip, problems
 from hf_triton.sentence import first_field, param
 
 CONFIG: Final = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
@@ -128,8 +127,6 @@ GENERATION_CONFIG: Final = "generation_config"
 """What `transformers chat` sends: what to generate with, as the folder's file of this name has it."""
 AS_ABSENT: Final[Mapping[str, object]] = {"seed": -1, "num_predict": -1, "n_predict": -1, "max_tokens": -1}
 """Values of numbers that mean what leaving the field out means."""
-MIN_LIKENESS: Final = 0.8
-"""An unknown field this like a known one is a slip of the pen."""
 NOTHING: Final[tuple[object, ...]] = (None, [], {})
 """Values that ask for nothing, in any field without which a request is whole."""
 
@@ -273,8 +270,7 @@ class Fields(BaseModel):
     @classmethod
     def _is_slip(cls, name: str) -> bool:
         """Whether a name that is no field was meant to be one."""
-        near = difflib.get_close_matches(name[:MAX_NAME], cls.model_fields, n=1, cutoff=MIN_LIKENESS)
-        return bool(near) or name in cls._everywhere
+        return is_slip(name, cls.model_fields) or name in cls._everywhere
 
     @classmethod
     @cache

@@ -29,7 +29,7 @@ from hf_triton.protocol.custom_tools import (
 from hf_triton.protocol.names import MESSAGES
 from hf_triton.protocol.past import MAX_DEPTH, is_deep, read_assistant_message
 from hf_triton.protocol.tool_choice import ForcedCall, allowed_tools, forced_call, read_tool_choice
-from hf_triton.protocol.validation import parse_json, problems, suggest, validated
+from hf_triton.protocol.validation import is_slip, parse_json, problems, suggest, validated
 from hf_triton.sentence import param, param_list
 
 logger = logging.getLogger(__name__)
@@ -357,10 +357,16 @@ def _parse_message(name: str, value: object) -> dict[str, Any]:
         message = read_assistant_message(message)
     if message.get("role") == TOOL and isinstance(message.get("content"), list):
         message["content"] = [_shown(part) for part in message["content"]]
-    for given in message:
-        if given not in _Message.model_fields:
+    for given in unknown_fields(message):
+        if is_slip(given, _Message.model_fields):
             raise ValueError(f"{param(name)} has no field {clip(given)}{suggest(given, _Message.model_fields)}")
+        del message[given]
     return _checked(name, _Message, message)
+
+
+def unknown_fields(message: Mapping[str, object]) -> list[str]:
+    """The fields of a message that no chat template reads (`id`, `cache_control`): they are passed over."""
+    return [name for name, value in message.items() if value is not None and name not in _Message.model_fields]
 
 
 def unseen(kind: str) -> str:

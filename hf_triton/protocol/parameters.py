@@ -41,7 +41,7 @@ from hf_triton.protocol.validation import (
     read_words,
     suggest,
 )
-from hf_triton.sentence import param, param_list, remedy, renamed
+from hf_triton.sentence import param, param_list, renamed
 
 MAX_NEW_TOKENS: Final = 1_048_576
 MAX_RETURN_SEQUENCES: Final = 64
@@ -438,8 +438,7 @@ def read_beam_search(values: Mapping[str, object]) -> Mapping[str, object]:
     if width is None:
         raise RequestError(
             "invalid_parameter",
-            f"{param(BEAM_SEARCH)} needs {remedy(param('num_beams') + ', or ')}{param('n')}, the number of beams and "
-            "of completions",
+            f"{param(BEAM_SEARCH)} needs {param('n')}, the number of beams and of completions",
         )
     return {"num_beams": width, **rest}
 

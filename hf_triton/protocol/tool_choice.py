@@ -176,19 +176,23 @@ def _array_schema(tools: Tools, is_parallel: bool) -> dict[str, Any]:
         for index, tool in enumerate(tools)
     ]
     array = {"type": "array", "minItems": 1, "items": calls[0] if len(calls) == 1 else {"anyOf": calls}}
-    definitions = {index: _moved(schema, f"#/$defs/{index}") for index, schema in schemas.items()}
+    definitions = {
+        index: _moved(schema, f"#/$defs/{index}", schema.get("$id", "#")) for index, schema in schemas.items()
+    }
     return array | ({} if is_parallel else {"maxItems": 1}) | {"$defs": definitions}
 
 
-def _moved(schema: Any, place: str) -> Any:
-    """A schema whose references to itself still hold when it stands at another place."""
+def _moved(schema: Any, place: str, identity: object) -> Any:
+    """A schema whose references to itself, by `#` or its own `$id`, still hold when it stands at another place."""
     if isinstance(schema, list):
-        return [_moved(entry, place) for entry in schema]
+        return [_moved(entry, place, identity) for entry in schema]
     if not isinstance(schema, dict):
         return schema
-    return {
-        name: place + value[1:]
-        if name == "$ref" and isinstance(value, str) and value.startswith("#")
-        else _moved(value, place)
-        for name, value in schema.items()
-    }
+    moved = {}
+    for name, value in schema.items():
+        if name == "$ref" and isinstance(value, str):
+            local = value.removeprefix(str(identity).removesuffix("#")) or "#"
+            moved[name] = place + local[1:] if local.startswith("#") else value
+        elif name != "$id" or value != identity:
+            moved[name] = _moved(value, place, identity)
+    return moved

@@ -30,6 +30,8 @@ MAX_LISTED: Final = 8
 """Known names that an error lists if none is close."""
 NUM_NEAR: Final = 3
 """Names that an error lists of more."""
+SLIP_LIKENESS: Final = 0.8
+"""A name this like a known one is a slip of the pen."""
 MIN_LIKENESS: Final = 0.6
 """Of two names, from 0 to 1, if one is taken for the other misspelt."""
 MAX_ENTRIES: Final = 1024  # of an array or object: pydantic words an error for each, which takes minutes for millions
@@ -259,6 +261,11 @@ def _limit_words(constraint: object) -> str:
         case annotated_types.Le(le=bound):
             return f"<= {bound}"
     return ""
+
+
+def is_slip(name: str, known: Iterable[str]) -> bool:
+    """Whether a name was meant to be one that exists."""
+    return bool(difflib.get_close_matches(name[:MAX_NAME], known, n=1, cutoff=SLIP_LIKENESS))
 
 
 def suggest(name: str, known: Iterable[str], page: str = "", words: Callable[[str], str] = str) -> str:

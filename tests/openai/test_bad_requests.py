@@ -44,7 +44,7 @@ FIELDS: dict[str, tuple[tuple[str, object], str | None, str]] = {
     "message is text": (chat(messages=["Hello"]), "messages", "messages[0] must be a JSON object, got 'Hello'"),
     "message without a role": (message(content="a"), "messages[0]", "role"),
     "role that nobody knows": (message(role="usr", content="a"), "messages[0].role", "function or one"),
-    "message with an unknown field": (message(role="user", content="a", colour=1), "messages[0]", "colour"),
+    "message with a misspelt field": (message(role="user", content="a", nam="b"), "messages[0]", "'nam', did you mean"),
     "content is a number": (message(role="user", content=1), "messages[0]", "content"),
     "image": (
         message(role="user", content=[{"type": "image_url", "image_url": {"url": "data:,"}}]),
@@ -130,7 +130,7 @@ FIELDS: dict[str, tuple[tuple[str, object], str | None, str]] = {
     "beam search of no width": (completion(use_beam_search=True), "use_beam_search", "needs n, the number"),
     "beam search in the continuous engine": (
         completion(use_beam_search=True, n=2),
-        None,
+        "use_beam_search",
         "needs the batch engine, and this model runs in the continuous one",
     ),
     "beam search and a temperature": (

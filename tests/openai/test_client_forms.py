@@ -21,6 +21,13 @@ LEAST: dict[str, dict[str, Any]] = {
     MESSAGES: {"model": "tiny", "messages": HELLO, "max_tokens": 3},
 }
 SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
+BY_ID = {
+    **SCHEMA,
+    "$id": "https://example.org/a.json",
+    "$defs": {"b": {"type": "boolean"}},
+    "properties": {"a": {"$ref": "https://example.org/a.json#/$defs/b"}},
+}
+ANNOTATED = {**SCHEMA, "properties": {"a": {"type": "string", "maxLength": 3, "format": "password"}}}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
 
 AS_IF_ABSENT: dict[str, tuple[str, dict[str, Any]]] = {
@@ -33,6 +40,7 @@ AS_IF_ABSENT: dict[str, tuple[str, dict[str, Any]]] = {
     "Ollama's settings": (CHAT, {"num_ctx": 4096, "keep_alive": "5m", "repeat_last_n": 64, "repeat_penalty": 1.0}),
     "no thinking": (CHAT, {"think": False}),
     "a new field of Anthropic's": (MESSAGES, {"thread": {"type": "create"}}),
+    "ids of messages": (CHAT, {"messages": [{**HELLO[0], "id": "m1", "cache_control": {"type": "ephemeral"}}]}),
     "OpenRouter's usage": (CHAT, {"usage": {"include": True}}),
     "transformers chat": (CHAT, {"generation_config": json.dumps({"temperature": 0.0, "pad_token_id": 1})}),
 }
@@ -57,7 +65,8 @@ def test_a_slip_is_refused(gateway: GatewayThread, path: str, name: str) -> None
 
 
 def test_an_unknown_field_is_named(gateway: GatewayThread) -> None:
-    assert "num_ctx" in post(gateway, CHAT, num_ctx=512).headers["x-hf-triton-ignored"]
+    answer = post(gateway, CHAT, num_ctx=512, messages=[{**HELLO[0], "id": "m1"}])
+    assert answer.headers["x-hf-triton-ignored"] == "num_ctx, messages.id"
 
 
 FORMATS: dict[str, dict[str, Any]] = {
@@ -67,6 +76,8 @@ FORMATS: dict[str, dict[str, Any]] = {
     "the flat form": {"response_format": {"type": "json_schema", "schema": SCHEMA, "name": "a", "strict": True}},
     "LiteLLM": {"response_format": {"type": "json_object", "response_schema": SCHEMA}},
     "Ollama": {"format": SCHEMA},
+    "an identity": {"response_format": {"type": "json_schema", "json_schema": {"schema": BY_ID}}},
+    "an annotation": {"response_format": {"type": "json_schema", "json_schema": {"schema": ANNOTATED}}},
     "SGLang": {"regex": r'\{"a":(true|false)\}'},
 }
 
@@ -75,6 +86,15 @@ FORMATS: dict[str, dict[str, Any]] = {
 def test_schemas_in_every_form_constrain(gateway: GatewayThread, name: str) -> None:
     answer = post(gateway, CHAT, max_tokens=40, **FORMATS[name]).json()
     assert set(json.loads(answer["choices"][0]["message"]["content"])) == {"a"}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+@pytest.mark.parametrize("schema", [BY_ID, ANNOTATED], ids=["an identity", "an annotation"])
+def test_tools_parameters_are_schemas_too(gateway: GatewayThread, schema: object, choice: object) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    answer = post(gateway, CHAT, tools=[tool], tool_choice=choice, max_tokens=60).json()
+    [call] = answer["choices"][0]["message"]["tool_calls"]
+    assert set(json.loads(call["function"]["arguments"])) == {"a"}
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])

@@ -255,7 +255,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
         {"length_penalty": 2.0},
         "length_penalty has no effect without num_beams above 1: leave it out",
     ),
-    "vLLM's search of no width": ("transformer", {"use_beam_search": True}, "use_beam_search needs num_beams, or n"),
+    "vLLM's search of no width": ("transformer", {"use_beam_search": True}, "use_beam_search needs n, the number"),
     "a language": ("summaries", {"tgt_lang": "de"}, "tgt_lang has no effect: this model takes no languages"),
     "a language for text generation": ("transformer", {"src_lang": "en"}, "src_lang is for the task translation"),
     "an unknown pair": (

@@ -235,7 +235,6 @@ REFUSED_MESSAGES: dict[str, tuple[object, str]] = {
     "a number as content": ({"role": "user", "content": 5}, "messages[1]: content must be a string, got 5"),
     "an object as content": ({"role": "user", "content": {}}, "messages[1]: content must be a string, got {}"),
     "a typo": (HI | {"contnet": "x"}, "messages[1] has no field 'contnet', did you mean 'content'?"),
-    "an unknown field": (HI | {"zzz": 1}, "messages[1] has no field 'zzz'; known are content, name, "),
     "no parts": ({"role": "user", "content": []}, "messages[1]: content is an empty array: give a string"),
     "an image": (
         {"role": "user", "content": [{"type": "text", "text": "See:"}, IMAGE]},
@@ -347,7 +346,7 @@ def test_bytes_of_messages_and_options_are_summed(where: str) -> None:
 
 def test_errors_are_short_for_any_value() -> None:
     long = "x" * 50_000
-    for message in ({"role": "user", "content": [long]}, {"role": [long], "content": ""}, HI | {long: 1}, long):
+    for message in ({"role": "user", "content": [long]}, {"role": [long], "content": ""}, long):
         assert len(rejection(message)) < 300
 
 
@@ -476,7 +475,7 @@ def test_a_call_in_the_former_form_is_one_of_today() -> None:
 
 @pytest.mark.parametrize("role", ["user", "tool", "system"])
 def test_the_new_turn_is_checked(role: str) -> None:
-    assert "has no field 'annotations'" in rejection({"role": role, "content": "x", "annotations": []})
+    assert "has no field 'contents'" in rejection({"role": role, "content": "x", "contents": "y"})
 
 
 def test_an_empty_list_of_tool_calls_is_none() -> None:
