@@ -272,12 +272,12 @@ ODD = [{"type": "function", "function": {"name": "odd", "parameters": {"properti
             ["rain", "weather, ", "forecast"],
         ),
         (
-            {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
-            ["response_format", "tool_choice"],
+            {"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"},
+            ["guided_regex", "tool_choice"],
         ),
         ({"tools": [*TOOLS, *ODD], "tool_choice": "required"}, ["tool_choice", "odd", "no type"]),
     ],
-    ids=["choice alone", "parallel alone", "no choice", "no function", "also a format", "odd schema"],
+    ids=["choice alone", "parallel alone", "no choice", "no function", "also a pattern", "odd schema"],
 )
 def test_a_contradiction_is_refused(server: TritonServer, fields: dict[str, object], words: list[str]) -> None:
     reply = ask(server, None, "free", **fields)
