@@ -17,8 +17,9 @@ MODELS ?=
 TESTS ?= tests
 
 # Modules run in parallel (tests/conftest.py says which of them on one worker), then the tests that measure time alone.
+# One worker more than CI's cores, as many tests wait for servers. With less than 24 GB of memory, WORKERS=2.
 # Exit status 5: TESTS has no such test.
-WORKERS ?= 2
+WORKERS ?= 3
 define pytest
 	$(BIN)/pytest --durations=40 -n $(WORKERS) --dist loadscope --no-loadscope-reorder -m "not serial and $(1)" $(TESTS) \
 	  || test $$? -eq 5

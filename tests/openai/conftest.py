@@ -32,7 +32,7 @@ TINY: dict[str, str] = {"tiny": "", "slow": "", "decoupled": DECOUPLED, "batchin
 """Tiny models and their config. `slow` generates one sequence at a time, 10 tokens/s; `tiny` has no stream door."""
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def triton(tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path]) -> Iterator[TritonServer]:
     """A server with the demo model and its stream door, the folders of TINY, and `bare` without a template."""
     root = tmp_path_factory.mktemp("openai")
@@ -52,19 +52,19 @@ def triton(tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., 
         yield server
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def gateway(triton: TritonServer) -> Iterator[GatewayThread]:
     with GatewayThread(GatewayConfig(triton=triton.grpc_url, port=0)) as running:
         yield running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def client(gateway: GatewayThread) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=60) as connected:
         yield connected
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def encoder_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """By folder; `prompted` has prompts, `states` gives the vectors of tokens."""
     from sentence_transformers import SentenceTransformer
@@ -88,7 +88,7 @@ def encoder_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
     }
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def encoder_adapters(encoder_checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """`law` of the embedder, and `own` of the classifier, with a head of its own."""
     from transformers import AutoModel, AutoModelForSequenceClassification
@@ -104,7 +104,7 @@ def encoder_adapters(encoder_checkpoints: dict[str, Path], tmp_path_factory: pyt
     }
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def encoders(
     encoder_checkpoints: dict[str, Path],
     encoder_adapters: dict[str, Path],
@@ -124,7 +124,7 @@ def encoders(
         yield server
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def agents(tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path]) -> Iterator[GatewayThread]:
     """A gateway with `writes`, which writes what it is told to, `free`, of random weights, and their stream doors.
 
@@ -149,18 +149,18 @@ def agents(tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., 
             yield running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def openai_agent(agents: GatewayThread) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{agents.url}/v1", api_key="none", max_retries=0, timeout=60) as connected:
         yield connected
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def responses(openai_agent: openai.OpenAI) -> Any:
     return openai_agent.responses
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def messages(agents: GatewayThread) -> Iterator[Any]:
     with anthropic.Anthropic(base_url=agents.url, api_key="none", max_retries=0, timeout=60) as connected:
         yield connected.messages
