@@ -127,6 +127,8 @@ GENERATION_CONFIG: Final = "generation_config"
 """What `transformers chat` sends: what to generate with, as the folder's file of this name has it."""
 AS_ABSENT: Final[Mapping[str, object]] = {"seed": -1, "num_predict": -1, "n_predict": -1, "max_tokens": -1}
 """Values of numbers that mean what leaving the field out means."""
+MAX_UNKNOWN: Final = 64
+"""Unknown fields that are passed over: each is compared with the known ones."""
 NOTHING: Final[tuple[object, ...]] = (None, [], {})
 """Values that ask for nothing, in any field without which a request is whole."""
 
@@ -242,6 +244,7 @@ class Fields(BaseModel):
         if cls.is_open and values.get(GENERATION_CONFIG) is not None:
             values = _with_generation_config(values)
         known: dict[str, Any] = {}
+        num_unknown = 0
         for given, value in values.items():
             name = cls._own_name(given, values)
             if name in cls.model_fields:
@@ -249,7 +252,10 @@ class Fields(BaseModel):
                     known[name] = _whole(value) if name in cls.whole_numbers() else value
             elif name in cls.ignored:
                 cls.ignored[name].check(name, value)
-            elif value in NOTHING or (cls.is_open and not cls._is_slip(name)):
+            elif value in NOTHING:
+                pass_over(name)
+            elif cls.is_open and num_unknown < MAX_UNKNOWN and not cls._is_slip(name):
+                num_unknown += 1
                 pass_over(name)
             else:
                 raise unknown_field(name, cls.model_fields)

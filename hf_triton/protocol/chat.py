@@ -39,6 +39,8 @@ ASSISTANT: Final = "assistant"
 TOOL: Final = "tool"
 MAX_MESSAGES: Final = 1024  # some templates loop over all earlier messages for each: quadratic time
 MAX_TOOLS: Final = 128
+MAX_UNKNOWN: Final = 64
+"""Fields of a message that are passed over: each is compared with the known ones."""
 MAX_ARGUMENT: Final = 1_000_000  # a template may loop as often as an argument says
 
 RESERVED: Final = frozenset(
@@ -357,8 +359,8 @@ def _parse_message(name: str, value: object) -> dict[str, Any]:
         message = read_assistant_message(message)
     if message.get("role") == TOOL and isinstance(message.get("content"), list):
         message["content"] = [_shown(part) for part in message["content"]]
-    for given in unknown_fields(message):
-        if is_slip(given, _Message.model_fields):
+    for number, given in enumerate(unknown_fields(message)):
+        if number >= MAX_UNKNOWN or is_slip(given, _Message.model_fields):
             raise ValueError(f"{param(name)} has no field {clip(given)}{suggest(given, _Message.model_fields)}")
         del message[given]
     return _checked(name, _Message, message)
