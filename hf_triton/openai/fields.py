@@ -117,7 +117,7 @@ ALIASES: Final[Mapping[str, str]] = {
     "num_predict": "max_tokens",
     "n_predict": "max_tokens",
     "regex": "guided_regex",
-    "ebnf": "guided_grammar",
+    **dict.fromkeys(("ebnf", "grammar"), "guided_grammar"),
     "json_schema": "guided_json",
 }
 """Names of Ollama, llama.cpp and SGLang for our fields, where the body has those and not the field itself."""
@@ -163,6 +163,7 @@ class Ignored:
         )
 
 
+OFF: Final = "is a way of sampling that is always off"
 HINT: Final = Ignored(is_hint=True)
 ONE_TIER: Final = Ignored(("auto", "default", "standard_only"), is_hint=True)
 """Of `service_tier`: there is one here."""
@@ -184,6 +185,9 @@ IGNORED: Final[Mapping[str, Ignored]] = {
     "return_tokens_as_token_ids": Ignored((False,), "is always false"),
     **dict.fromkeys(("chat_template", "chat_template_content_format"), Ignored(("auto",), "is the server's own")),
     **dict.fromkeys(("documents", "mm_processor_kwargs", "kv_transfer_params"), Ignored()),
+    **dict.fromkeys(("mirostat", "xtc_probability", "dry_multiplier", "dynatemp_range", "top_a"), Ignored((0,), OFF)),
+    "tfs_z": Ignored((1,), OFF),
+    **dict.fromkeys(("structural_tag", "stop_regex", "samplers", "logprob_token_ids"), Ignored()),
     **dict.fromkeys(("return_hidden_states", "no_stop_trim", "return_routed_experts"), Ignored((False,))),
     **dict.fromkeys(("separate_reasoning", "stream_reasoning"), Ignored((True,), "is always true")),
     **dict.fromkeys(("logits_processors", "allowed_token_ids", "vllm_xargs", "guided_whitespace_pattern"), Ignored()),

@@ -38,6 +38,7 @@ AS_IF_ABSENT: dict[str, tuple[str, dict[str, Any]]] = {
     "whole numbers": (CHAT, {"max_tokens": 3.0, "top_k": 40.0, "n": 1.0}),
     "whole token ids": (COMPLETIONS, {"prompt": [5.0, 6]}),
     "Ollama's settings": (CHAT, {"num_ctx": 4096, "keep_alive": "5m", "repeat_last_n": 64, "repeat_penalty": 1.0}),
+    "sampling that is off": (CHAT, {"mirostat": 0, "tfs_z": 1.0, "xtc_probability": 0.0}),
     "no thinking": (CHAT, {"think": False}),
     "a new field of Anthropic's": (MESSAGES, {"thread": {"type": "create"}}),
     "ids of messages": (CHAT, {"messages": [{**HELLO[0], "id": "m1", "cache_control": {"type": "ephemeral"}}]}),
@@ -54,6 +55,12 @@ def post(gateway: GatewayThread, path: str, **fields: object) -> httpx.Response:
 def test_what_asks_for_nothing_changes_nothing(gateway: GatewayThread, name: str) -> None:
     path, fields = AS_IF_ABSENT[name]
     assert post(gateway, path, **fields).status_code == 200
+
+
+@pytest.mark.parametrize("name", ["mirostat", "tfs_z", "structural_tag"])
+def test_what_would_change_the_answer_is_refused(gateway: GatewayThread, name: str) -> None:
+    answer = post(gateway, CHAT, **{name: 2})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
 
 
 @pytest.mark.parametrize(
@@ -78,6 +85,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "Ollama": {"format": SCHEMA},
     "an identity": {"response_format": {"type": "json_schema", "json_schema": {"schema": BY_ID}}},
     "an annotation": {"response_format": {"type": "json_schema", "json_schema": {"schema": ANNOTATED}}},
+    "llama.cpp's grammar": {"grammar": 'root ::= "{\\"a\\":true}"'},
     "SGLang": {"regex": r'\{"a":(true|false)\}'},
 }
 
