@@ -42,6 +42,8 @@ from hf_triton.protocol.thinking import SWITCHES
 
 router = APIRouter(route_class=JsonRoute)
 TEXT_OPTIONS: Final = ("tools", "tool_choice", "chat_template_kwargs", "reasoning_effort")
+PREFIXES: Final = ("prefix", "partial")
+"""What other servers call a last message that the model continues: `continue_final_message` here."""
 BOOLEAN_OPTIONS: Final = ("parallel_tool_calls", "add_generation_prompt", "continue_final_message")
 RETURNS: Final = (*("message", "finish_reason", "stop_string", "num_reasoning_tokens"), *COUNTS)
 
@@ -116,7 +118,9 @@ class ChatRequest(GenerationFields):
             raise ApiError(400, "echo is for /v1/completions: leave it out", param="echo")
         is_off, budget = read_thinking(self.thinking, self.nvext)
         is_off = is_off or self.think is False
-        if self.format and "response_format" not in sampling:
+        if self.format and "response_format" in sampling:
+            raise ApiError(400, "format and response_format are one field: leave one of them out", param="format")
+        if self.format:
             as_schema = {"type": "json_schema", "json_schema": {"schema": self.format}}
             sampling["response_format"] = {"type": "json_object"} if self.format == "json" else as_schema
         if budget is not None:
@@ -149,7 +153,10 @@ class ChatRequest(GenerationFields):
             name: value for name in BOOLEAN_OPTIONS if (value := getattr(self, name)) is not None
         }
         for message in self.messages:
-            for name in unknown_fields(message) if message.get("role") != ASSISTANT else ():
+            is_past = message.get("role") == ASSISTANT  # which has fields of its server's
+            for name in PREFIXES if is_past else unknown_fields(message):
+                if is_past and not message.get(name):
+                    continue
                 pass_over(f"messages.{name}")
             parts = message.get("content") if message.get("role") == TOOL else None
             for part_type in filter(None, map(hidden_type, parts if isinstance(parts, list) else ())):

@@ -35,7 +35,7 @@ from hf_triton.protocol.chat import MAX_MESSAGES, MAX_TOOLS
 from hf_triton.protocol.dialects import BEAM_SEARCH
 from hf_triton.protocol.parameters import MAX_STOP_STRINGS, WARPERS, GenerationParameters
 from hf_triton.protocol.validation import is_slip, problems
-from hf_triton.sentence import first_field, param
+from hf_triton.sentence import first_field, param, renamed
 
 CONFIG: Final = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
@@ -121,13 +121,35 @@ ALIASES: Final[Mapping[str, str]] = {
     "json_schema": "guided_json",
 }
 """Names of Ollama, llama.cpp and SGLang for our fields, where the body has those and not the field itself."""
-OWN_NAMES: Final[Mapping[str, str]] = {own: name for name, own in SAMPLING.items() if name != "max_completion_tokens"}
-"""The fields of parameters that have transformers' names."""
+OWN_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
+    **{own: (name,) for name, own in SAMPLING.items()},
+    "max_new_tokens": ("max_tokens", "max_output_tokens"),
+    "stop_strings": ("stop", "stop_sequences"),
+}
+"""The fields of parameters that have transformers' names, by endpoint."""
 GENERATION_CONFIG: Final = "generation_config"
 """What `transformers chat` sends: what to generate with, as the folder's file of this name has it."""
-AS_ABSENT: Final[Mapping[str, object]] = {"seed": -1, "num_predict": -1, "n_predict": -1, "max_tokens": -1}
+AS_ABSENT: Final[Mapping[str, object]] = dict.fromkeys(
+    (*("seed", "num_predict", "n_predict"), *("max_tokens", "max_completion_tokens", "max_output_tokens")), -1
+)
 """Values of numbers that mean what leaving the field out means."""
-MAX_UNKNOWN: Final = 64
+UNSERVED: Final = frozenset(
+    (
+        *("options", "parameters", "sampling_params", "extra_body", "generationConfig", "responseFormat", "maxTokens"),
+        *("random_seed", "sampling_seed", "topK", "topP", "temp", "typical", "rep_pen", "penalty", "top_n_sigma"),
+        *("max_length", "min_length", "max_input_tokens", "max_total_tokens", "max_tokens_to_sample", "stop_words"),
+        *("min_output_tokens", "stop_at", "stop_regex", "suppress_tokens", "force_words_ids", "forced_eos_token_id"),
+        *("banned_tokens", "custom_token_bans", "allowed_tokens", "logits_bias", "custom_logit_processor", "watermark"),
+        *("guidance_scale", "penalty_alpha", "epsilon_cutoff", "eta_cutoff", "add_special_tokens", "num_beam_groups"),
+        *("prefill", "prefix", "assistant_prefix", "response_prefix", "negative_prompt", "system_prompt", "template"),
+        *("enable_thinking", "thinking_config", "reasoning_budget", "response_schema", "structured_output", "schema"),
+        *("json_mode", "json_object", "json", "choice", "grammar_string", "text_format", "structural_tag"),
+        *("guided_structural_tag", "prompt_embeds", "input_ids", "input_embeds", "images", "image_data", "context"),
+        *("lora_path", "lora_request", "adapter", "adapters", "adapter_id", "background", "conversation"),
+    )
+)
+"""Fields of other servers that would change the answer, under names that no endpoint here has: refused."""
+MAX_UNKNOWN: Final = 32
 """Unknown fields that are passed over: each is compared with the known ones."""
 NOTHING: Final[tuple[object, ...]] = (None, [], {})
 """Values that ask for nothing, in any field without which a request is whole."""
@@ -226,7 +248,7 @@ class Fields(BaseModel):
     is_open: ClassVar[bool] = False
     """Whether an unknown field is passed over: a whole body's, since new clients and those of other servers send fields
     that change nothing here. One that is near a known one, or means something at another endpoint, is refused."""
-    _everywhere: ClassVar[set[str]] = set(GenerationParameters.model_fields)
+    _everywhere: ClassVar[set[str]] = {*GenerationParameters.model_fields, *ALIASES}
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: object) -> None:
@@ -246,14 +268,20 @@ class Fields(BaseModel):
         if not isinstance(values, dict):
             return validate(values)  # refused: it must be an object
         if cls.is_open and values.get(GENERATION_CONFIG) is not None:
-            values = _with_generation_config(values)
+            values = _with_generation_config(values, cls.model_fields)
         known: dict[str, Any] = {}
+        sent: dict[str, str] = {}
         num_unknown = 0
         for given, value in values.items():
-            name = cls._own_name(given, values)
+            name = cls._own_name(given)
             if name in cls.model_fields:
-                if value is not None and not (type(value) is int and AS_ABSENT.get(given) == value):
-                    known[name] = _whole(value) if name in cls.whole_numbers() else value
+                if _is_absent(given, value):
+                    continue
+                if name in known:
+                    message = f"{sent[name]} and {given} are one field: leave one of them out"
+                    raise ApiError(400, message, param=given, code="invalid_parameter")
+                sent[name] = given
+                known[name] = _whole(value) if name in cls.whole_numbers() else value
             elif name in cls.ignored:
                 cls.ignored[name].check(name, value)
             elif value in NOTHING:
@@ -269,18 +297,19 @@ class Fields(BaseModel):
             problem = problems(cls, error)[0]
             place = problem.name or first_field(problem.open_sentence)
             code = "missing_required_parameter" if problem.is_missing else "invalid_parameter"
-            raise ApiError(400, problem.open_sentence, param=place, code=code) from None
+            sentence = renamed(problem.open_sentence, lambda path: sent.get(path, path))
+            raise ApiError(400, sentence, param=place and sent.get(place, place), code=code) from None
 
     @classmethod
-    def _own_name(cls, name: str, values: Mapping[str, object]) -> str:
+    def _own_name(cls, name: str) -> str:
         """The field that a name means."""
         own = ALIASES.get(name, name)
-        return own if own in cls.model_fields and name not in cls.model_fields and values.get(own) is None else name
+        return own if own in cls.model_fields and name not in cls.model_fields else name
 
     @classmethod
     def _is_slip(cls, name: str) -> bool:
         """Whether a name that is no field was meant to be one."""
-        return is_slip(name, cls.model_fields) or name in cls._everywhere
+        return is_slip(name.lower(), cls.model_fields) or name in cls._everywhere or name in UNSERVED
 
     @classmethod
     @cache
@@ -290,7 +319,12 @@ class Fields(BaseModel):
         return frozenset(name for name, kind in kinds.items() if int in kind and float not in kind)
 
 
-def _with_generation_config(values: Mapping[str, Any]) -> dict[str, Any]:
+def _is_absent(name: str, value: object) -> bool:
+    """Whether a value means what leaving the field out means."""
+    return value is None or (type(value) in (int, float) and AS_ABSENT.get(name) == value)
+
+
+def _with_generation_config(values: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
     """The fields, and behind them those of transformers' `generation_config`, an object or its JSON text."""
     given = values[GENERATION_CONFIG]
     try:
@@ -300,8 +334,15 @@ def _with_generation_config(values: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(config, dict):
         message = f"{GENERATION_CONFIG} must be a JSON object, or its text, got {clip(given)}"
         raise ApiError(400, message, param=GENERATION_CONFIG, code="invalid_parameter")
-    fields = {OWN_NAMES[name]: value for name, value in config.items() if name in OWN_NAMES}
-    return {**fields, **{name: value for name, value in values.items() if name != GENERATION_CONFIG}}
+    fields = {}
+    for name, value in config.items():
+        own = next((each for each in OWN_NAMES.get(name, ()) if each in known), None)
+        if own is not None:
+            fields[own] = value
+        else:
+            pass_over(f"{GENERATION_CONFIG}.{name}")
+    own_values = {name: value for name, value in values.items() if name != GENERATION_CONFIG}
+    return {**fields, **{name: value for name, value in own_values.items() if not _is_absent(name, value)}}
 
 
 def _kinds(annotation: object) -> set[object]:

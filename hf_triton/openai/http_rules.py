@@ -33,7 +33,7 @@ class HttpRules:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if (path := scope["path"].removeprefix(KSERVE)) in WITHOUT_V1 or path != scope["path"]:
+        if (path := scope["path"].removeprefix(KSERVE)) != scope["path"] or path.startswith(WITHOUT_V1):
             path = f"/v1{path}"
             scope.update(path=path, raw_path=path.encode())
         if _is_last(scope):

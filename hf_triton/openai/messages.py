@@ -94,6 +94,9 @@ class CountRequest(AgentRequest):
     output_config: dict[str, Any] | None = None
     """`format`: a JSON schema that the answer follows."""
 
+    output_format: dict[str, Any] | None = None
+    """Former name of `output_config.format`."""
+
     thinking: dict[str, Any] | None = None
     """`enabled` with `budget_tokens`, after which thinking ends; or `disabled`, for no thinking."""
 
@@ -112,7 +115,7 @@ class CountRequest(AgentRequest):
             "tools": list(tools.values()) or None,
             "tool_choice": choice,
             "parallel_tool_calls": parallel,
-            "response_format": _read_format(output.format),
+            "response_format": _read_format(output.format or self.output_format),
             "thinking": self.thinking,
             "continue_final_message": conversation.ends_with_text or None,
         }

@@ -99,7 +99,10 @@ def check_response_format(value: dict[str, Any]) -> dict[str, Any]:
     places = [name for name in SCHEMA_PLACES if isinstance(value.get(name), dict)]
     if kind in ("json", "json_object", "json_schema") and len(places) == 1 and "json_schema" not in value:
         _check_names(value, {"type", "name", "description", "strict", *places})
-        return {"type": "json_schema", "json_schema": {"schema": value[places[0]]}}
+        schema = value[places[0]]
+        if isinstance(schema.get("schema"), dict) and schema.keys() <= {"name", "description", "strict", "schema"}:
+            schema = schema["schema"]  # TGI has OpenAI's object there
+        return {"type": "json_schema", "json_schema": {"schema": schema}}
     if kind not in ("text", "json_object", "json_schema"):
         raise ValueError(
             f"{param('response_format')} must be of type `text`, `json_object` or `json_schema`, got {clip(kind)}"

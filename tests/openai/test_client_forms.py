@@ -36,6 +36,7 @@ AS_IF_ABSENT: dict[str, tuple[str, dict[str, Any]]] = {
     "a seed of none, of a completion": (COMPLETIONS, {"seed": -1}),
     "SGLang's defaults": (CHAT, {"separate_reasoning": True, "return_hidden_states": False, "no_stop_trim": False}),
     "whole numbers": (CHAT, {"max_tokens": 3.0, "top_k": 40.0, "n": 1.0}),
+    "limits of none": (CHAT, {"max_tokens": -1.0, "num_predict": 2}),
     "whole token ids": (COMPLETIONS, {"prompt": [5.0, 6]}),
     "Ollama's settings": (CHAT, {"num_ctx": 4096, "keep_alive": "5m", "repeat_last_n": 64, "repeat_penalty": 1.0}),
     "sampling that is off": (CHAT, {"mirostat": 0, "tfs_z": 1.0, "xtc_probability": 0.0}),
@@ -57,7 +58,7 @@ def test_what_asks_for_nothing_changes_nothing(gateway: GatewayThread, name: str
     assert post(gateway, path, **fields).status_code == 200
 
 
-@pytest.mark.parametrize("name", ["mirostat", "tfs_z", "structural_tag"])
+@pytest.mark.parametrize("name", ["mirostat", "tfs_z", "structural_tag", "options", "random_seed", "TEMPERATURE"])
 def test_what_would_change_the_answer_is_refused(gateway: GatewayThread, name: str) -> None:
     answer = post(gateway, CHAT, **{name: 2})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
@@ -71,6 +72,37 @@ def test_a_slip_is_refused(gateway: GatewayThread, path: str, name: str) -> None
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
 
 
+TWICE: dict[str, dict[str, Any]] = {
+    "num_predict": {"n_predict": 2, "num_predict": 5},
+    "guided_regex": {"regex": "a", "guided_regex": "b"},
+    "format": {"response_format": {"type": "json_object"}, "format": SCHEMA},
+}
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_a_field_under_two_names_is_refused(gateway: GatewayThread, name: str) -> None:
+    body = {name: value for name, value in LEAST[CHAT].items() if name != "max_tokens"}
+    answer = httpx.post(gateway.url + CHAT, json={**body, **TWICE[name]}, timeout=60)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+    assert "are one field" in answer.json()["error"]["message"]
+
+
+def test_an_alias_is_named_as_it_was_sent(gateway: GatewayThread) -> None:
+    error = post(gateway, CHAT, repeat_penalty=-1).json()["error"]
+    assert error["param"] == "repeat_penalty"
+    assert error["message"].startswith("repeat_penalty must be ")
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+def test_a_generation_config_counts_where_a_field_is_null(gateway: GatewayThread, path: str) -> None:
+    limit = "max_tokens" if path == CHAT else "max_output_tokens"
+    config = {"max_new_tokens": 2, "num_beams": 4}
+    answer = post(gateway, path, generation_config=config, **{limit: None})
+    usage = answer.json()["usage"]
+    assert usage.get("completion_tokens", usage.get("output_tokens")) == 2
+    assert "generation_config.num_beams" in answer.headers["x-hf-triton-ignored"]
+
+
 def test_an_unknown_field_is_named(gateway: GatewayThread) -> None:
     answer = post(gateway, CHAT, num_ctx=512, messages=[{**HELLO[0], "id": "m1"}])
     assert answer.headers["x-hf-triton-ignored"] == "num_ctx, messages.id"
@@ -78,6 +110,7 @@ def test_an_unknown_field_is_named(gateway: GatewayThread) -> None:
 
 FORMATS: dict[str, dict[str, Any]] = {
     "huggingface_hub": {"response_format": {"type": "json_object", "value": SCHEMA}},
+    "TGI's later form": {"response_format": {"type": "json_schema", "value": {"name": "a", "schema": SCHEMA}}},
     "TGI": {"response_format": {"type": "json", "value": SCHEMA}},
     "llama.cpp": {"response_format": {"type": "json_object", "schema": SCHEMA}},
     "the flat form": {"response_format": {"type": "json_schema", "schema": SCHEMA, "name": "a", "strict": True}},
@@ -140,6 +173,7 @@ def test_without_a_default_a_model_must_be_named(gateway: GatewayThread) -> None
 def test_paths_of_other_servers(gateway: GatewayThread, path: str) -> None:
     assert httpx.post(gateway.url + path, json=LEAST[CHAT], timeout=60).status_code == 200
     assert httpx.get(f"{gateway.url}/models").json()["data"]
+    assert httpx.get(f"{gateway.url}/models/tiny").json()["id"] == "tiny"
 
 
 def test_transformers_chat_asks_whether_a_model_is_served(gateway: GatewayThread) -> None:
