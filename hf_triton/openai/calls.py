@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable
 from typing import Any, Final
@@ -26,6 +25,7 @@ LATE_S: Final = 30.0
 """How long a call may live on when its time is up; then gRPC cancels it."""
 CLOSE_S: Final = 2.0
 """How long `close` waits for calls that have been cancelled."""
+TIME_IS_UP: Final = object()
 SIZES: Final = {"BYTES": 4, "INT64": 8}
 """Bytes of an empty string and of a zero, by datatype."""
 
@@ -86,20 +86,19 @@ class Calls:
             finally:
                 call.cancel()
             return
-        deadline_s = time.monotonic() + timeout_s
         self._name(message)
         responses: asyncio.Queue[Any] = asyncio.Queue()
         call = self._stub.ModelStreamInfer(timeout=timeout_s + LATE_S, metadata=metadata)
         reading = _started(_read(call, message, responses))
+        timer = asyncio.get_running_loop().call_later(timeout_s, responses.put_nowait, TIME_IS_UP)
         try:
-            while True:
-                async with asyncio.timeout(deadline_s - time.monotonic()):
-                    response = await responses.get()
-                if response is grpc.aio.EOF:
-                    break
+            while (response := await responses.get()) is not grpc.aio.EOF:
+                if response is TIME_IS_UP:
+                    raise TimeoutError
                 yield response
             await reading
         finally:
+            timer.cancel()
             if not reading.done():
                 call = self._stub.ModelStreamInfer(timeout=LATE_S, metadata=metadata)
                 self._end(_read(call, _cancelling(message), asyncio.Queue()), reading)
