@@ -125,12 +125,16 @@ class StreamedTokens:
 
     def read(self, outputs: Outputs) -> None:
         """Take the tokens of a response."""
-        if counts := outputs.get("num_input_tokens"):
-            self.num_prompt_tokens = counts[self.index]
+        self.read_prompt(outputs)
         token_ids = json_output(outputs, "token_ids", self.index) or []
         self.num_tokens += len(token_ids)
         self._token_ids += token_ids
         self._positions += json_output(outputs, "logprobs", self.index) or []
+
+    def read_prompt(self, outputs: Outputs) -> None:
+        """Take the number of the prompt's tokens, if a response has it."""
+        if counts := outputs.get("num_input_tokens"):
+            self.num_prompt_tokens = counts[self.index]
 
     def take_ids(self) -> list[int]:
         """The token ids since the last call: those of the next chunk."""

@@ -17,6 +17,7 @@ from typing import Any, Final
 import grpc
 from tritonclient.grpc import service_pb2
 
+from hf_triton.openai.model_infos import BYTES as ZEROS
 from hf_triton.protocol.names import CANCEL
 
 Metadata = tuple[tuple[str, str], ...]
@@ -26,8 +27,6 @@ LATE_S: Final = 30.0
 CLOSE_S: Final = 2.0
 """How long `close` waits for calls that have been cancelled."""
 TIME_IS_UP: Final = object()
-SIZES: Final = {"BYTES": 4, "INT64": 8}
-"""Bytes of an empty string and of a zero, by datatype."""
 
 
 class Calls:
@@ -149,5 +148,5 @@ def _cancelling(message: Any) -> Any:
     cancelling.parameters[CANCEL].bool_param = True
     for port in message.inputs:
         cancelling.inputs.add(name=port.name, datatype=port.datatype, shape=[1] * len(port.shape))
-        cancelling.raw_input_contents.append(bytes(SIZES[port.datatype]))
+        cancelling.raw_input_contents.append(bytes(ZEROS[port.datatype]))
     return cancelling

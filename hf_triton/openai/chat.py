@@ -154,9 +154,7 @@ class ChatRequest(GenerationFields):
         }
         for message in self.messages:
             is_past = message.get("role") == ASSISTANT  # which has fields of its server's
-            for name in PREFIXES if is_past else unknown_fields(message):
-                if is_past and not message.get(name):
-                    continue
+            for name in filter(message.get, PREFIXES) if is_past else unknown_fields(message):
                 pass_over(f"messages.{name}")
             parts = message.get("content") if message.get("role") == TOOL else None
             for part_type in filter(None, map(hidden_type, parts if isinstance(parts, list) else ())):
@@ -289,7 +287,7 @@ class _ChatStream:
     def _role(self, outputs: Outputs) -> bytes:
         delta = {"role": "assistant", "content": ""}
         choice = {"index": self._index, "delta": delta, "finish_reason": None}
-        self._tokens.num_prompt_tokens = outputs.get("num_input_tokens", [0] * (self._index + 1))[self._index]
+        self._tokens.read_prompt(outputs)
         begins = self._body.return_token_ids and "prompt_token_ids" in outputs and self._index == 0
         prompt_ids = {"prompt_token_ids": json_output(outputs, "prompt_token_ids", 0)} if begins else {}
         return self._event(choice, **prompt_ids)
