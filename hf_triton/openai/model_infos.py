@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 from tritonclient.grpc import model_config_pb2, service_pb2
@@ -16,6 +15,9 @@ from tritonclient.grpc import model_config_pb2, service_pb2
 from hf_triton.openai.triton_messages import Folder, read_outputs
 from hf_triton.protocol.model_info import MODEL_INFO, ModelInfo
 from hf_triton.protocol.names import JSON_OUTPUT
+
+if TYPE_CHECKING:
+    from hf_triton.openai.calls import Calls
 
 TIMEOUT_S: Final = 1.0
 """Limit of a call."""
@@ -45,12 +47,12 @@ class ModelInfos:
     """What models say they are. Belongs to one event loop.
 
     Args:
-        stub: Triton's.
+        calls: Of Triton, which end without gRPC's cancellation.
         headers: Sent with each call.
     """
 
-    def __init__(self, stub: Any, headers: tuple[tuple[str, str], ...]) -> None:
-        self._stub = stub
+    def __init__(self, calls: Calls, headers: tuple[tuple[str, str], ...]) -> None:
+        self._calls = calls
         self._headers = headers
         self._told: dict[str, _Told] = {}
 
@@ -79,20 +81,15 @@ class ModelInfos:
         self._told = {name: told for name, told in self._told.items() if name in names}
 
     async def _ask(self, folder: Folder, request: Any) -> ModelInfo | None:
-        call: dict[str, Any] = {"timeout": TIMEOUT_S, "metadata": self._headers}
         try:
             if folder.is_decoupled:
-                stream = self._stub.ModelStreamInfer(**call)
-                await stream.write(request)
-                await stream.done_writing()
-                streamed = await stream.read()
-                while await stream.read() is not grpc.aio.EOF:  # if it is cancelled, Triton may keep the model for good
-                    pass
-                answer = streamed.infer_response
+                stream = self._calls.stream(request, TIMEOUT_S, self._headers, takes_cancel=True)
+                first, *_ = [each async for each in stream]
+                answer = first.infer_response
             else:
-                answer = await self._stub.ModelInfer(request, **call)
+                answer = await self._calls.infer(request, TIMEOUT_S, self._headers, takes_cancel=True)
             return ModelInfo.from_json(read_outputs(answer)[JSON_OUTPUT][0])
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError, AttributeError, LookupError, ValueError):
+        except (grpc.aio.AioRpcError, TimeoutError, AttributeError, LookupError, ValueError):
             return None  # it is of an older release, or does not answer in time
 
 

@@ -96,7 +96,7 @@ class TritonModels:
         self._seen: dict[str, Model] = {}
         self._changes: dict[str, int] = {}
         self._calls = Calls(self._stub)
-        self._infos = ModelInfos(self._stub, self._headers)
+        self._infos = ModelInfos(self._calls, self._headers)
 
     async def close(self) -> None:
         """Disconnect; what is in flight is cancelled."""

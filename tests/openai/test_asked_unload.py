@@ -10,6 +10,7 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from hf_triton.openai.calls import Calls
 from hf_triton.openai.model_infos import ModelInfos
 from hf_triton.openai.triton_messages import Folder
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
@@ -25,7 +26,7 @@ async def ask(server: TritonServer, name: str) -> None:
         config = (await stub.ModelConfig(service_pb2.ModelConfigRequest(name=name))).config
         folder = Folder.from_config(name, config)
         for _ in range(NUM_TIMES // NUM_TOGETHER):
-            infos = [ModelInfos(stub, ()) for _ in range(NUM_TOGETHER)]
+            infos = [ModelInfos(Calls(stub), ()) for _ in range(NUM_TOGETHER)]
             assert all(await asyncio.gather(*(each.of(folder, config) for each in infos)))
 
 

@@ -10,6 +10,7 @@ import pytest
 from tritonclient.grpc import model_config_pb2
 
 from hf_triton.openai import hints
+from hf_triton.openai.calls import Calls
 from hf_triton.openai.endpoint import Endpoint
 from hf_triton.openai.model_infos import RETRY_S, ModelInfos, info_request
 from hf_triton.openai.triton import TritonModels
@@ -156,7 +157,7 @@ class Stub:
 
 def test_a_model_is_asked_once_for_each_load(monkeypatch: pytest.MonkeyPatch) -> None:
     async def asked(stub: Stub) -> list[int | None]:
-        infos, first, second = ModelInfos(stub, ()), config(TEXT), config(TEXT, max_batch_size=4)
+        infos, first, second = ModelInfos(Calls(stub), ()), config(TEXT), config(TEXT, max_batch_size=4)
 
         async def of(given: Any) -> int | None:
             info = await infos.of(Folder.from_config("m", given), given)
