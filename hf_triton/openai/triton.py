@@ -100,6 +100,9 @@ class TritonModels:
 
     async def close(self) -> None:
         """Disconnect; what is in flight is cancelled."""
+        if self._listing is not None:  # its callers may be gone
+            self._listing.cancel()
+            await asyncio.wait([self._listing])
         await self._calls.close()
         await self._channel.close()
 

@@ -2,6 +2,7 @@
 """What models say they are: asked of Triton itself, and read by the gateway."""
 
 import asyncio
+import contextlib
 import json
 from typing import Any
 
@@ -81,6 +82,18 @@ def test_the_gateway_reads_it(triton: TritonServer) -> None:
     assert tuple(told) == MODELS
     assert {info.context_length for info in told.values() if info is not None} == {256, 512}
     assert None not in told.values()
+
+
+def test_nothing_runs_on_when_the_models_are_closed(triton: TritonServer) -> None:
+    async def left_behind(listed_s: float) -> set[asyncio.Task[None]]:
+        models = TritonModels(Endpoint(triton.grpc_url), 60.0)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(models.models(), listed_s)  # the list is shared: it is made on
+        await models.close()
+        return asyncio.all_tasks() - {asyncio.current_task()}
+
+    for milliseconds in (0, 1, 3, 10, 30, 100):
+        assert asyncio.run(left_behind(milliseconds / 1000)) == set()
 
 
 @pytest.mark.parametrize(
