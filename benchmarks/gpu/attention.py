@@ -20,6 +20,8 @@ import torch
 from figures import Figures, copy_bytes_per_s, median_s, read_options
 
 from hf_triton.runner.cuda.attention import attend
+from hf_triton.runner.device_step import Places
+from hf_triton.runner.torch_attention import Scoring
 
 SHAPES = {
     "llama-3-8b": (32, 8, 128),
@@ -37,10 +39,10 @@ MAX_CHECKED = 4, 64
 """Sequences and new tokens of each that are compared."""
 
 SWEPT = ((1, 512, 1), (64, 1024, 1), (1, 0, 2048))
-"""Loads of the first shape."""
+"""Loads of the first shape; the last one is a prompt."""
 SPLITS = (1, 2, 4, 8, 16, 32)
-TILES = ((16, 32), (16, 128), (64, 64), (128, 32), (128, 64))
-"""Rows, and keys at a time."""
+TILES = ((16, 32, 4), (16, 64, 4), (64, 32, 4), (64, 64, 4), (128, 64, 8))
+"""Rows, keys at a time, and warps."""
 
 Case = dict[str, Any]
 """The arguments of `attend`."""
@@ -54,25 +56,23 @@ def build_case(shape: tuple[int, int, int], load: tuple[int, int, int], device: 
     def randn(*sizes: int) -> torch.Tensor:
         return torch.randn(sizes, dtype=torch.bfloat16, device=device)
 
-    def places(numbers: torch.Tensor) -> torch.Tensor:
-        return numbers.to(device)
-
     sequences = torch.arange(num_sequences)
+    numbers = (
+        sequences.repeat_interleave(new),
+        torch.arange(num_sequences + 1) * new,
+        torch.full((num_sequences,), cached + new),
+        sequences * num_blocks,
+        torch.randperm(num_sequences * num_blocks),
+    )
     return {
         "query": randn(num_sequences * new, num_heads, size),
         "keys": randn(num_sequences * new, num_key_heads, size),
         "values": randn(num_sequences * new, num_key_heads, size),
         "key_blocks": randn(num_sequences * num_blocks, num_key_heads, BLOCK_SIZE, size),
         "value_blocks": randn(num_sequences * num_blocks, num_key_heads, BLOCK_SIZE, size),
-        "sequences": places(sequences.repeat_interleave(new)),
-        "bounds": places(torch.arange(num_sequences + 1) * new),
-        "lengths": places(torch.full((num_sequences,), cached + new)),
-        "starts": places(sequences * num_blocks),
-        "tables": places(torch.randperm(num_sequences * num_blocks)),
-        "sinks": None,
-        "scale": size**-0.5,
+        "places": Places(*(each.to(device) for each in numbers)),
+        "scoring": Scoring(size**-0.5, None, None),
         "window": 0,
-        "softcap": 0.0,
     }
 
 
@@ -81,20 +81,22 @@ def largest_error(case: Case, output: torch.Tensor, load: tuple[int, int, int]) 
     num_sequences, num_new = min(MAX_CHECKED[0], load[0]), min(MAX_CHECKED[1], load[2])
     ends = torch.arange(1, num_sequences + 1) * load[2]
     rows = (ends[:, None] - num_new + torch.arange(num_new)).flatten().to(output.device)
-    tables = case["tables"][: num_sequences * -(-(load[1] + load[2]) // BLOCK_SIZE)]
-    sequences = torch.arange(num_sequences)
+    places: Places = case["places"]
+    assert places.lengths is not None
+    assert places.tables is not None
+    tables = places.tables[: num_sequences * -(-(load[1] + load[2]) // BLOCK_SIZE)]
+    sequences, each = torch.arange(num_sequences), len(tables) // num_sequences
+    numbers = sequences.repeat_interleave(num_new), torch.arange(num_sequences + 1) * num_new
+    lengths = places.lengths[:num_sequences].cpu()
     expected = attend(
-        **{name: case[name] for name in ("sinks", "scale", "window", "softcap")},
-        query=case["query"][rows].float().cpu(),
-        keys=None,
-        values=None,
-        key_blocks=case["key_blocks"][tables].float().cpu(),
-        value_blocks=case["value_blocks"][tables].float().cpu(),
-        sequences=sequences.repeat_interleave(num_new),
-        bounds=torch.arange(num_sequences + 1) * num_new,
-        lengths=case["lengths"][:num_sequences].cpu(),
-        starts=case["starts"][:num_sequences].cpu(),
-        tables=torch.arange(len(tables)),
+        case["query"][rows].float().cpu(),
+        None,
+        None,
+        case["key_blocks"][tables].float().cpu(),
+        case["value_blocks"][tables].float().cpu(),
+        Places(*numbers, lengths, sequences * each, torch.arange(len(tables))),
+        case["scoring"],
+        case["window"],
     )
     return float((output[rows].float().cpu() - expected).abs().max())
 
@@ -103,7 +105,7 @@ def torch_ways(case: Case, load: tuple[int, int, int]) -> dict[str, Callable[[],
     """The same by torch's attention to rectangles."""
     num_sequences, cached, new = load
     query = case["query"].unflatten(0, (num_sequences, new)).transpose(1, 2)
-    tables = case["tables"].view(num_sequences, -1)
+    tables = case["places"].tables.view(num_sequences, -1)
     keys, values = (
         case[name][tables].transpose(1, 2).flatten(2, 3)[:, :, : cached + new].contiguous()
         for name in ("key_blocks", "value_blocks")
@@ -123,17 +125,31 @@ def sweep(figures: Figures, shape: tuple[int, int, int], device: torch.device) -
         return
     from hf_triton.runner.cuda import attention_launch as launch
 
-    choices = [("choose_splits", splits) for splits in SPLITS]
-    choices += [("choose_tile", launch.Tile(*tile)) for tile in TILES]
-    for load, (function, choice) in itertools.product(SWEPT, choices):
-        names = {"model": "sweep", "load": f"{load[0]} x {load[1]} + {load[2]}", "name": f"{function} {choice}"}
-        with figures.attempt(**names), mock.patch.object(launch, function, return_value=choice):
-            case = build_case(shape, load, device)
-            figures.add(
-                **names,
-                us=1e6 * median_s(lambda case=case: attend(**case), device),  # type: ignore[misc]
-                error=largest_error(case, attend(**case), load),
-            )
+    for load, (tile, stages) in itertools.product(SWEPT, itertools.product(TILES, launch.STAGES)):
+        if (tile[0] > 32) == (load[2] == 1):  # small tiles are for decoding, large ones for prompts
+            continue
+        names = {"model": "sweep", "load": f"{load[0]} x {load[1]} + {load[2]}", "name": f"tile {tile} stages {stages}"}
+        kind = launch.Kind(0, launch.ANY_NUMBER, [launch.Tile(*tile)])
+        chosen = mock.patch.multiple(launch, kinds_of=lambda *_, kind=kind, **__: [kind], STAGES=[stages])
+        with figures.attempt(**names), chosen:
+            time_case(figures, names, shape, load, device)
+    for load, splits in itertools.product(SWEPT[:-1], SPLITS):
+        names = {"model": "sweep", "load": f"{load[0]} x {load[1]} + {load[2]}", "name": f"splits {splits}"}
+        with figures.attempt(**names), mock.patch.object(launch, "choose_splits", return_value=splits):
+            time_case(figures, names, shape, load, device)
+
+
+def time_case(
+    figures: Figures,
+    names: dict[str, str],
+    shape: tuple[int, int, int],
+    load: tuple[int, int, int],
+    device: torch.device,
+) -> None:
+    """Adds the time of one load."""
+    case = build_case(shape, load, device)
+    took_s = median_s(lambda: attend(**case), device)
+    figures.add(**names, us=1e6 * took_s, error=largest_error(case, attend(**case), load))
 
 
 @torch.inference_mode()

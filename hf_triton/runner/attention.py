@@ -24,6 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from hf_triton.runner.cuda import packed_attention_for
+from hf_triton.runner.device_step import Places
 from hf_triton.runner.mask_rules import BIDIRECTIONAL, CAUSAL, Rule, mask_of_rule
 from hf_triton.runner.packed_row import PackedRow
 from hf_triton.runner.paged_cache import PagedCache, PagedLayer
@@ -125,8 +126,8 @@ def _attend_row(
             raise NotPackableError(UNKNOWN_STEP)
         return attend_row(row, query, key, value, rule, scoring)
     states = (each[0].transpose(0, 1) for each in (query, key, value))
-    at, (scale, softcap, sinks), (size, is_causal) = row.step.device_step(query.device), scoring, rule.window
-    output: torch.Tensor = operation(*states, at.sequences, at.bounds, sinks, scale, size, softcap or 0.0, is_causal)
+    at = row.step.device_step(query.device)
+    output: torch.Tensor = operation(*states, Places(at.sequences, at.bounds), scoring, rule.window)
     return output
 
 
@@ -141,8 +142,7 @@ def _attend_blocks(
         assert layer.blocks
         layer.is_written = True
         blocks = layer.blocks.keys, layer.blocks.values
-        at = step.device_step(queries.device).places()
-        return layer.operation(queries, *unwritten, *blocks, *at, sinks, scale, window, softcap or 0.0)
+        return layer.operation(queries, *unwritten, *blocks, step.device_step(queries.device).places(), scoring, window)
     num, outputs = step.num_decodes, []
     # The kernel's softmax is in 32 bits; of scores with sinks, the model's is in their own type.
     has_kernel = num and window is not None and (sinks is None or sinks.dtype == torch.float32)

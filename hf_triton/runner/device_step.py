@@ -7,9 +7,9 @@ Their places depend on the most tokens, sequences and rows alone. What a step do
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -83,9 +83,24 @@ class StepSize:
         return numbers
 
 
+class Places(NamedTuple):
+    """Where attention finds the tokens of a packed row and those before them: int64, on the row's device."""
+
+    sequences: torch.Tensor
+    """`[tokens]`: each token's sequence, from 0, ascending; `NO_SEQUENCE` for padding, which comes last."""
+    bounds: torch.Tensor
+    """`[sequences + 1]`: sequence `i` has the tokens `[bounds[i]:bounds[i + 1]]` of the row, its last ones."""
+    lengths: torch.Tensor | None = None
+    """`[sequences]`: tokens of each, those of the row included; None: the row has all of them."""
+    starts: torch.Tensor | None = None
+    """`[sequences]`: where its blocks begin in `tables`."""
+    tables: torch.Tensor | None = None
+    """`[numbers]`: the blocks of all sequences, each in order."""
+
+
 @dataclass(frozen=True)
 class DeviceStep:
-    """A step's numbers on the device, int64; see `hf_triton.runner.cuda.attention.attend` for those of `places`."""
+    """A step's numbers on the device, int64; see `Places`."""
 
     token_ids: torch.Tensor
     positions: torch.Tensor
@@ -97,9 +112,9 @@ class DeviceStep:
     """The tokens whose logits are wanted; for an encoder, the type of each token."""
     tables: torch.Tensor
 
-    def places(self) -> Iterator[torch.Tensor]:
-        """What `attend` needs to find every token's place."""
-        yield from (self.sequences, self.bounds, self.lengths, self.starts, self.tables)
+    def places(self) -> Places:
+        """Where attention to blocks finds every token."""
+        return Places(self.sequences, self.bounds, self.lengths, self.starts, self.tables)
 
 
 def step_sizes(max_sequences: int) -> list[StepSize]:

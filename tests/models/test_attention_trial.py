@@ -114,6 +114,6 @@ def test_torch_compile_sees_one_operation() -> None:
     def doubled(*arguments: object) -> torch.Tensor:
         return 2 * attention.attend(*arguments)  # type: ignore[arg-type]
 
-    arguments = attention._paged_trial(CPU, torch.float32, 64, 20)
+    arguments = attention._paged_trial(torch.float32, 64, 20)
     compiled = torch.compile(doubled, backend="eager", fullgraph=True)
     assert torch.equal(compiled(*arguments), doubled(*arguments))

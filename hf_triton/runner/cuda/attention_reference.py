@@ -6,7 +6,14 @@ The simulated device runs them, and kernels are tested beside them. Arguments ar
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
+
+if TYPE_CHECKING:
+    from hf_triton.runner.device_step import Places
+    from hf_triton.runner.mask_rules import Window
+    from hf_triton.runner.torch_attention import Scoring
 
 
 def attend(
@@ -15,30 +22,28 @@ def attend(
     values: torch.Tensor | None,
     key_blocks: torch.Tensor,
     value_blocks: torch.Tensor,
-    sequences: torch.Tensor,
-    bounds: torch.Tensor,
-    lengths: torch.Tensor,
-    starts: torch.Tensor,
-    tables: torch.Tensor,
-    sinks: torch.Tensor | None,
-    scale: float,
+    places: Places,
+    scoring: Scoring,
     window: int,
-    softcap: float,
 ) -> torch.Tensor:
     """Write to blocks, and attend to them."""
+    sequences, bounds, lengths, starts, tables = places
+    assert lengths is not None
+    assert starts is not None
+    assert tables is not None
     output, block_size = query.new_zeros(*query.shape[:2], value_blocks.shape[3]), key_blocks.shape[2]
     for number in range(int(sequences.max()) + 1):
         own, length = _tokens_of(number, sequences, bounds), int(lengths[number])
         positions, columns = torch.arange(length - (own.stop - own.start), length), torch.arange(length)
         blocks = tables[int(starts[number]) + columns // block_size]
         if keys is not None and values is not None:
-            places = blocks[positions], slice(None), positions % block_size
-            key_blocks[places], value_blocks[places] = keys[own], values[own]
+            written = blocks[positions], slice(None), positions % block_size
+            key_blocks[written], value_blocks[written] = keys[own], values[own]
         read = blocks, slice(None), columns % block_size
         distance = positions[:, None] - columns
         seen = (distance >= 0) & (distance < (window or length))
         states = query[own], key_blocks[read], value_blocks[read]
-        output[own] = _attend(*states, seen, sinks, scale, softcap)
+        output[own] = _attend(*states, seen, scoring)
     return output
 
 
@@ -46,24 +51,21 @@ def attend_packed(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    sequences: torch.Tensor,
-    bounds: torch.Tensor,
-    sinks: torch.Tensor | None,
-    scale: float,
-    window: int,
-    softcap: float,
-    is_causal: bool,
+    places: Places,
+    scoring: Scoring,
+    window: Window,
 ) -> torch.Tensor:
     """Attend to the row."""
+    sequences, bounds = places[:2]
     output = query.new_zeros(*query.shape[:2], values.shape[2])
     for number in range(int(sequences.max()) + 1):
         own = _tokens_of(number, sequences, bounds)
         positions = torch.arange(own.stop - own.start)
         distance = positions[:, None] - positions
-        seen = distance.abs() < (window or len(positions))
-        if is_causal:
+        seen = distance.abs() < (window.size or len(positions))
+        if window.is_causal:
             seen &= distance >= 0
-        output[own] = _attend(query[own], keys[own], values[own], seen, sinks, scale, softcap)
+        output[own] = _attend(query[own], keys[own], values[own], seen, scoring)
     return output
 
 
@@ -84,11 +86,10 @@ def _attend(
     keys: torch.Tensor,
     values: torch.Tensor,
     seen: torch.Tensor,
-    sinks: torch.Tensor | None,
-    scale: float,
-    softcap: float,
+    scoring: Scoring,
 ) -> torch.Tensor:
     """Attention of one sequence, whose tokens see the keys that `seen`, `[tokens, keys]` bool, says."""
+    scale, softcap, sinks = scoring
     (num_tokens, num_heads, _), num_keys = query.shape, len(keys)
     own_keys, own_values = (
         states.float().transpose(0, 1).repeat_interleave(num_heads // states.shape[1], 0) for states in (keys, values)
