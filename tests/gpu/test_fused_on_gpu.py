@@ -11,7 +11,9 @@ import torch
 from accelerate import dispatch_model
 
 from hf_triton.runner.cuda import fuse
-from hf_triton.runner.cuda.fused import FusedGate, FusedNorm
+from hf_triton.runner.cuda.fused import FusedGate
+from hf_triton.runner.cuda.fused_layers import FusedLayer
+from hf_triton.runner.cuda.fused_norms import FusedNorm
 from hf_triton.runner.model_runner import ModelRunner, Way
 from hf_triton.runner.step import Step, TokenRange
 from tests.support.architectures import BASE, CONTINUOUS, HEADS, WINDOWS, build
@@ -20,10 +22,10 @@ from tests.support.simulated_gpu import Device
 pytestmark = pytest.mark.full
 
 LAYERS = {
-    "LlamaConfig": (BASE, 16),
-    "Qwen3Config": (BASE | HEADS, 18),
-    "Gemma3TextConfig": (BASE | HEADS | WINDOWS, 20),
-    "Phi3Config": (BASE, 13),
+    "LlamaConfig": (BASE, 11),
+    "Qwen3Config": (BASE | HEADS, 13),
+    "Gemma3TextConfig": (BASE | HEADS | WINDOWS, 17),
+    "Phi3Config": (BASE, 11),
 }
 """Options of a model, and kernels of a layer in a decode step."""
 MODELS = {
@@ -68,6 +70,42 @@ def test_a_fused_model_computes_the_same(name: str, dtype: torch.dtype, simulate
     assert (logits(model) - expected).abs().max() <= tolerance * expected.abs().max()
     if simulated is not None:
         assert (simulated.kernels - before)["hf_triton::rotary"] == num_rotary
+
+
+@pytest.mark.parametrize("name", CONTINUOUS)
+def test_every_architecture_computes_the_same(name: str) -> None:
+    model = build(*CONTINUOUS[name]).to("cuda")
+    expected = logits(model)
+    fuse(model)
+    assert (logits(model) - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "is_fused"),
+    [
+        ("mixtral", {}, True),
+        ("granite", {"residual_multiplier": 1.0}, True),
+        ("granite", {"residual_multiplier": 0.99}, False),
+        ("olmo2", {}, False),
+    ],
+)
+def test_layers_that_add_are_told_by_trying(name: str, more: dict[str, Any], is_fused: bool) -> None:
+    config, options = CONTINUOUS[name]
+    model = build(config, options | more).to("cuda", torch.bfloat16)
+    fuse(model)
+    forwards = [vars(module).get("forward") for module in model.modules()]
+    assert any(isinstance(each, FusedLayer) for each in forwards) == is_fused
+
+
+def test_a_layer_whose_norm_is_another_module_runs_as_it_is() -> None:
+    model = build("LlamaConfig", BASE).to("cuda")
+    fuse(model)
+    model.model.layers[1].post_attention_layernorm = torch.nn.Tanh()
+    model.model.layers[1].input_layernorm = torch.nn.Tanh()
+    own = build("LlamaConfig", BASE).to("cuda")
+    own.model.layers[1].post_attention_layernorm = torch.nn.Tanh()
+    own.model.layers[1].input_layernorm = torch.nn.Tanh()
+    torch.testing.assert_close(logits(model), logits(own))
 
 
 @pytest.mark.parametrize("config", LAYERS)
@@ -145,7 +183,8 @@ def test_states_of_another_dtype_go_to_the_module_itself() -> None:
 
 
 def test_without_kernels_norms_are_fused_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_triton.runner.cuda.fused.is_usable", lambda *_: False)
+    for module in ("fused", "fused_norms"):
+        monkeypatch.setattr(f"hf_triton.runner.cuda.{module}.is_usable", lambda *_: False)
     model = build("LlamaConfig", BASE).to("cuda", torch.float16)
     fuse(model)
     assert replaced(model) == Counter({FusedNorm: 5})

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_triton.runner.cuda.fused_operations import gelu_mul, rms_norm, rotary, silu_mul
+from hf_triton.runner.cuda.fused_operations import add_rms_norm, gelu_mul, rms_norm, rotary, silu_mul
 
 pytestmark = pytest.mark.full
 
@@ -51,6 +51,11 @@ def run_norm(dtype: torch.dtype, size: int, scale: float) -> None:
 
     rows, weight = states(2, 3, size, dtype=dtype) * scale, 1 + states(size, dtype=torch.float32, seed=1)
     assert_same(fused_kernels.rms_norm(rows, weight, 1e-6), rms_norm(rows, weight, 1e-6))
+    residual = states(2, 3, 2 * size, dtype=dtype, seed=2)[..., :size] * scale
+    for each in (weight, weight.to(dtype)):
+        total, normed = fused_kernels.add_rms_norm(residual, rows, each, 1e-6)
+        assert_same(total, add_rms_norm(residual, rows, each, 1e-6)[0])
+        assert_same(normed, rms_norm(total, each.float(), 1e-6))
 
 
 @DTYPES
@@ -82,10 +87,11 @@ def launch_all(dtype: torch.dtype) -> None:
     fused_kernels.gated(rows, rows, is_gelu=False)
     fused_kernels.gated(rows, rows, is_gelu=True)
     fused_kernels.rms_norm(rows, rows[0, 0, 0].float(), 1e-6)
+    fused_kernels.add_rms_norm(rows, rows, rows[0, 0, 0], 1e-6)
 
 
 @DTYPES
 @pytest.mark.parametrize("capability", [80, 90])
 def test_kernels_compile(compiled: Call, capability: int, dtype: torch.dtype) -> None:
     names = [kernel.name for kernel in compiled(capability, launch_all, dtype)]
-    assert names == ["rotary_kernel", "gate_kernel", "gate_kernel", "norm_kernel"]
+    assert names == ["rotary_kernel", "gate_kernel", "gate_kernel", "norm_kernel", "norm_kernel"]

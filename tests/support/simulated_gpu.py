@@ -32,6 +32,7 @@ from weakref import WeakValueDictionary
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -99,6 +100,11 @@ class OnDevice(torch.Tensor):
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"OnDevice({list(self.shape)}, {self.dtype})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:  # torch would copy a view's storage, which is not here
+        copied = self.detach().clone()
+        memo[id(self)] = nn.Parameter(copied, self.requires_grad) if isinstance(self, nn.Parameter) else copied
+        return memo[id(self)]
 
     def tolist(self) -> Any:  # which torch does not do for classes of others
         return self.cpu().tolist()

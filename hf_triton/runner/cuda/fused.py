@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replaces what a model computes in many small kernels by one kernel each: norms, rotary embeddings, gates.
+"""Replaces what a model computes in many kernels by one each: norms with sums, rotary embeddings, gates, products.
 
 What a module computes is found by trying. It is replaced if its output on random numbers, on its device and in its
 dtype, stays the same up to rounding; else it stays as it is. Linear layers are still called as modules, so adapters,
@@ -20,23 +20,22 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.func import functional_call
 from torch.nn import functional
 
-from hf_triton.runner.cuda.fused_operations import gelu_mul, is_usable, rms_norm, rotary, silu_mul
+from hf_triton.runner.cuda.fused_layers import fuse_layers
+from hf_triton.runner.cuda.fused_norms import Forward, build_norm, is_like_norm, random_numbers
+from hf_triton.runner.cuda.fused_operations import gelu_mul, is_usable, rotary, silu_mul
+from hf_triton.runner.cuda.merged import merge_products
+from hf_triton.runner.cuda.seen_calls import see_calls
 from hf_triton.runner.faults import described
 from hf_triton.runner.numerics import agree
 
 logger = logging.getLogger(__name__)
 
-Forward = Callable[[torch.Tensor], torch.Tensor]
-
 ROTARY: Final = "apply_rotary_pos_emb"
 """The function of transformers' modeling modules that rotates query and key."""
 GATES: Final = (silu_mul, functional.silu), (gelu_mul, partial(functional.gelu, approximate="tanh"))
 """Operations, and their activations."""
-SCALES: Final = 1.0, 30.0, 1e-3
-"""Of a norm's random rows; the mean square of the last is about as large as its eps."""
 LARGE: Final = 50.0
 """A gate that a trial reaches, beyond the limits that some models set."""
 
@@ -56,14 +55,20 @@ def fuse_modules(model: Any) -> None:
     for module_name in {type(module).__module__ for module in model.modules()}:
         if _replace_rotary(module_name, model):
             counts["rotary embeddings"] += 1
-    logger.info("fused kernels: %s", ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "none")
+    try:
+        if is_usable(model.device, model.dtype):
+            counts["layers"] = fuse_layers(see_calls(model))
+        counts["products of one input"] = merge_products(see_calls(model))
+    except Exception as error:  # a model that takes no token ids
+        logger.debug("no layers are fused (%s)", described(error))
+    logger.info("fused kernels: %s", ", ".join(f"{count} {kind}" for kind, count in counts.items() if count) or "none")
 
 
 def _replace_forward(module: nn.Module, dtype: torch.dtype) -> str | None:
     """Replace a norm's or a gate's forward; what was replaced, None: nothing."""
     name = "_old_forward" if hasattr(module, "_hf_hook") else "forward"  # accelerate's hooks stay around it
     original = getattr(module, name)
-    build = _build_norm if _is_like_norm(module) else _build_gate if hasattr(module, "down_proj") else None
+    build = build_norm if is_like_norm(module) else _build_gate if hasattr(module, "down_proj") else None
     if build is None or len(inspect.signature(original).parameters) != 1:
         return None
     trial = build(module, dtype, original)
@@ -73,56 +78,7 @@ def _replace_forward(module: nn.Module, dtype: torch.dtype) -> str | None:
     if not agree(module(states), fused(states)):
         raise ValueError("its output changes")
     setattr(module, name, fused)
-    return "norms" if build is _build_norm else "gates"
-
-
-def _random(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    numbers = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    return numbers.to(dtype).to(device)
-
-
-# --- norms -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class FusedNorm:
-    """The forward of an RMSNorm."""
-
-    original: Forward
-    """For states of another dtype than the model's."""
-    weight: torch.Tensor
-    """`[size]`: in the model's dtype, or in float32 as a sum that the dtype does not hold."""
-    eps: float
-    dtype: torch.dtype
-
-    def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        if states.dtype != self.dtype:
-            return self.original(states)
-        if self.weight.dtype == self.dtype:
-            return functional.rms_norm(states, self.weight.shape, self.weight, self.eps)
-        return rms_norm(states, self.weight, self.eps)
-
-
-def _is_like_norm(module: nn.Module) -> bool:
-    """Whether a module has one weight of one dimension on a GPU, and nothing else."""
-    parameters = [each for each in module._parameters.values() if each is not None]
-    others = [*module.children(), *(each for each in module._buffers.values() if each is not None)]
-    return not others and [(each.ndim, each.device.type) for each in parameters] == [(1, "cuda")]
-
-
-def _build_norm(module: nn.Module, dtype: torch.dtype, original: Forward) -> tuple[FusedNorm, torch.Tensor] | None:
-    """The replacement and states to compare it with; a random weight in 32 bits tells what the module computes."""
-    ((name, weight),) = module.named_parameters()
-    trial = _random(len(weight), dtype=torch.float32, device=weight.device)
-    states = torch.stack([trial.roll(number + 1) * scale for number, scale in enumerate(SCALES)])
-    expected = functional_call(module, {name: trial}, (states,))
-    for eps in {value for value in vars(module).values() if isinstance(value, float)}:
-        for offset in (0, 1):
-            if agree(expected, functional.rms_norm(states, trial.shape, offset + trial, eps)):
-                total = weight if offset == 0 else offset + weight.float()
-                is_right = total.dtype == dtype or is_usable(weight.device, dtype)
-                return (FusedNorm(original, total, eps, dtype), states.to(dtype)) if is_right else None
-    return None
+    return "norms" if build is build_norm else "gates"
 
 
 # --- gates -----------------------------------------------------------------------------------------------------------
@@ -152,7 +108,7 @@ def _build_gate(module: Any, dtype: torch.dtype, _: Forward) -> tuple[FusedGate,
     multiply = _multiply_of(module)
     if multiply is None or device.type != "cuda" or not is_usable(device, dtype):
         return None
-    states = _random(3, first.in_features, dtype=dtype, device=device)
+    states = random_numbers(3, first.in_features, dtype=dtype, device=device)
     return FusedGate(module, multiply), torch.cat([states, states * (LARGE / first(states).abs().max())])
 
 
@@ -218,7 +174,7 @@ def _rotates_halves(function: Callable[..., Any], device: torch.device, model: A
     """Whether a function rotates number `i` of a head with number `i + size / 2`."""
     config = model.config.get_text_config()
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    numbers = _random(1, 5, 8, size, dtype=model.dtype, device=device)
+    numbers = random_numbers(1, 5, 8, size, dtype=model.dtype, device=device)
     query, key = numbers[:, :, :4].transpose(1, 2), numbers[:, :, 4:6].transpose(1, 2)
     arguments = query, key, numbers[:, :, 6], numbers[:, :, 7]
     return all(map(agree, function(*arguments), rotary(*arguments)))

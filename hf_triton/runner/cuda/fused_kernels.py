@@ -62,12 +62,17 @@ def gate_kernel(gate, up, output, gate_row, up_row, size, is_gelu: tl.constexpr,
 
 
 @triton.jit
-def norm_kernel(states, weight, output, size, eps, block: tl.constexpr):
-    """A program for each row."""
+def norm_kernel(states, residual, total, weight, output, size, eps, block: tl.constexpr):
+    """A program for each row; with a residual, of the sum, which goes to `total`."""
     row = tl.program_id(0).to(tl.int64) * size
     columns = tl.arange(0, block)
     inside = columns < size
     numbers = tl.load(states + row + columns, inside, other=0.0).to(tl.float32)
+    if residual is not None:
+        numbers += tl.load(residual + row + columns, inside, other=0.0).to(tl.float32)
+        rounded = numbers.to(total.dtype.element_ty)
+        tl.store(total + row + columns, rounded, inside)
+        numbers = rounded.to(tl.float32)
     factor = tl.rsqrt(tl.sum(numbers * numbers, 0) / size + eps)
     tl.store(output + row + columns, numbers * factor * tl.load(weight + columns, inside), inside)
 
@@ -102,9 +107,23 @@ def gated(gate: torch.Tensor, up: torch.Tensor, *, is_gelu: bool) -> torch.Tenso
 
 def rms_norm(states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """See `fused_operations.rms_norm`."""
-    states, size = states.contiguous(), len(weight)
-    output = torch.empty_like(states)
+    return _norm(states.contiguous(), None, None, weight, eps)
+
+
+def add_rms_norm(
+    residual: torch.Tensor, states: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `fused_operations.add_rms_norm`."""
+    total = torch.empty_like(residual, memory_format=torch.contiguous_format)
+    return total, _norm(states.contiguous(), residual.contiguous(), total, weight, eps)
+
+
+def _norm(
+    states: torch.Tensor, residual: torch.Tensor | None, total: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    output, size = torch.empty_like(states), len(weight)
     block = triton.next_power_of_2(size)
-    num_warps = min(max(block // 512, 1), 16)
-    norm_kernel[(states.numel() // size,)](states, weight, output, size, eps, block=block, num_warps=num_warps)
+    norm_kernel[(states.numel() // size,)](
+        states, residual, total, weight, output, size, eps, block=block, num_warps=min(max(block // 512, 1), 16)
+    )
     return output

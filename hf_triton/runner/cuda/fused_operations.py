@@ -26,6 +26,7 @@ LIBRARY.define("rotary(Tensor query, Tensor key, Tensor cos, Tensor sin) -> (Ten
 LIBRARY.define("silu_mul(Tensor gate, Tensor up) -> Tensor")
 LIBRARY.define("gelu_mul(Tensor gate, Tensor up) -> Tensor")
 LIBRARY.define("rms_norm(Tensor states, Tensor weight, float eps) -> Tensor")
+LIBRARY.define("add_rms_norm(Tensor residual, Tensor states, Tensor weight, float eps) -> (Tensor, Tensor)")
 
 
 def rotary(
@@ -73,6 +74,24 @@ def rms_norm(states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Te
     return normed
 
 
+def add_rms_norm(
+    residual: torch.Tensor, states: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add rows, and `rms_norm` of the sums as they are after rounding.
+
+    Args:
+        residual: `[..., size]`.
+        states: Of its shape and dtype.
+        weight: `[size]`, of any bits.
+        eps: As of `rms_norm`.
+
+    Returns:
+        The sums and those normalised, of the shape and dtype of `residual`.
+    """
+    both: tuple[torch.Tensor, torch.Tensor] = torch.ops.hf_triton.add_rms_norm(residual, states, weight, eps)
+    return both
+
+
 # --- on a CPU --------------------------------------------------------------------------------------------------------
 
 
@@ -98,10 +117,18 @@ def _rms_norm_on_cpu(states: torch.Tensor, weight: torch.Tensor, eps: float) -> 
     return functional.rms_norm(states.float(), weight.shape, weight, eps).to(states.dtype)
 
 
+def _add_rms_norm_on_cpu(
+    residual: torch.Tensor, states: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    total = residual + states
+    return total, _rms_norm_on_cpu(total, weight.float(), eps)
+
+
 LIBRARY.impl("rotary", _rotary_on_cpu, "CPU")
 LIBRARY.impl("silu_mul", partial(_gated_on_cpu, functional.silu), "CPU")
 LIBRARY.impl("gelu_mul", partial(_gated_on_cpu, partial(functional.gelu, approximate="tanh")), "CPU")
 LIBRARY.impl("rms_norm", _rms_norm_on_cpu, "CPU")
+LIBRARY.impl("add_rms_norm", _add_rms_norm_on_cpu, "CPU")
 
 
 # --- on a CUDA device ------------------------------------------------------------------------------------------------
@@ -130,10 +157,16 @@ def _rms_norm_on_cuda(states: torch.Tensor, weight: torch.Tensor, eps: float) ->
         return _kernels().rms_norm(states, weight, eps)
 
 
+def _add_rms_norm_on_cuda(residual: torch.Tensor, *others: Any) -> Any:
+    with torch.cuda.device(residual.device):
+        return _kernels().add_rms_norm(residual, *others)
+
+
 LIBRARY.impl("rotary", _rotary_on_cuda, "CUDA")
 LIBRARY.impl("silu_mul", partial(_gated_on_cuda, is_gelu=False), "CUDA")
 LIBRARY.impl("gelu_mul", partial(_gated_on_cuda, is_gelu=True), "CUDA")
 LIBRARY.impl("rms_norm", _rms_norm_on_cuda, "CUDA")
+LIBRARY.impl("add_rms_norm", _add_rms_norm_on_cuda, "CUDA")
 
 
 @cache
@@ -153,4 +186,5 @@ def _run(device: torch.device, dtype: torch.dtype) -> bool:
     silu_mul(states, states)
     gelu_mul(states, states)
     rms_norm(states, torch.ones(8, device=device), 1e-6)
+    add_rms_norm(states, states, torch.ones(8, device=device), 1e-6)
     return True
