@@ -316,8 +316,8 @@ class Fields(BaseModel):
             problem = problems(cls, error)[0]
             place = problem.name or first_field(problem.open_sentence)
             code = "missing_required_parameter" if problem.is_missing else "invalid_parameter"
-            sentence = renamed(problem.open_sentence, lambda path: sent.get(path, path))
-            raise ApiError(400, sentence, param=place and sent.get(place, place), code=code) from None
+            sentence = renamed(problem.open_sentence, lambda path: _spelt(path, sent))
+            raise ApiError(400, sentence, param=place and _spelt(place, sent), code=code) from None
 
     @classmethod
     def _own_name(cls, name: str) -> str:
@@ -363,6 +363,12 @@ class Fields(BaseModel):
         """The fields that take whole numbers, or lists of them, and no others."""
         kinds = {name: _kinds(field.annotation) for name, field in cls.model_fields.items()}
         return frozenset(name for name, kind in kinds.items() if int in kind and float not in kind)
+
+
+def _spelt(path: str, sent: Mapping[str, str]) -> str:
+    """A place as the client spells its field."""
+    head = head_of(path)
+    return sent.get(head, head) + path[len(head) :]
 
 
 def _is_absent(name: str, value: object) -> bool:

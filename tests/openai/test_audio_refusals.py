@@ -183,7 +183,7 @@ def test_a_file_that_is_missing_misnamed_or_one_too_many(gateway: GatewayThread,
 
 @ENDPOINTS
 def test_hints_of_a_form_are_passed_over(gateway: GatewayThread, path: str) -> None:
-    files = [(FILE, ("a.wav", WAV)), ("user", (None, "me")), ("user", (None, "you"))]
+    files: list[Any] = [(FILE, ("a.wav", WAV)), ("user", (None, "me")), ("user", (None, "you"))]
     answer = httpx.post(gateway.url + path, data={"model": "whisper"}, files=files, timeout=60)
     assert (answer.status_code, answer.headers["x-hf-triton-ignored"]) == (200, "user"), answer.text
 

@@ -184,6 +184,7 @@ SPELLINGS: tuple[tuple[str, dict[str, Any], str], ...] = (
     (CHAT, {"regex": "a", "guided_choice": ["b"]}, "regex"),
     (CHAT, {"generation_config": {"max_new_tokens": 100_000}}, "generation_config.max_new_tokens"),
     (CHAT, {"generation_config": {"best_of": 2, "num_return_sequences": 3}}, "generation_config.best_of"),
+    (CHAT, {"generation_config": {"stop_strings": [5]}}, "generation_config.stop_strings"),
     (CHAT, {"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
     (CHAT, {"guided_decoding": {"json": {"type": "thing"}}}, "guided_decoding.json"),
     (CHAT, {"format": {"type": "thing"}}, "format"),
@@ -240,7 +241,7 @@ def test_the_schema_of_a_tool_is_no_field_of_another_api(
 def test_another_api_s_field_is_answered_with_this_one_s(
     gateway: GatewayThread, path: str, name: str, meant: str
 ) -> None:
-    error = refused(gateway, path, body_of(path, **{name: ["a"]}))
+    error = refused(gateway, path, body_of(path) | {name: ["a"]})
     assert error["message"] == f"there is no field '{name}', did you mean '{meant}'?"
 
 
