@@ -29,8 +29,8 @@ class Names(Protocol):
     def knows(self, path: str) -> bool:
         """Whether the client can send the field."""
 
-    def row(self, number: int) -> int | None:
-        """The client's number of a row; None: it sent one."""
+    def row(self, number: int) -> int | str | None:
+        """The client's number of a row, or its place; None: it sent one."""
 
 
 def param(path: str) -> str:
@@ -67,7 +67,8 @@ def text(sentence: str, names: Names | None = None) -> str:
             return path if names is None else names.words(path)
         if number is not None:
             shown = int(number) if names is None else names.row(int(number))
-            return "" if shown is None else form.replace("{}", str(shown))
+            open_words = "row {}" if isinstance(shown, str) else "{}"
+            return "" if shown is None else form.replace(open_words, str(shown))
         known = names is None or all(map(names.knows, _OPEN.findall(words)))
         return text(words, names) if known else ""
 
@@ -82,6 +83,11 @@ def renamed(sentence: str, of: Callable[[str], str]) -> str:
 def first_field(sentence: str) -> str | None:
     """The first field of a sentence outside its remedies; None: it names none."""
     return next((match[1] for match in _MARKED.finditer(sentence) if match[1] is not None), None)
+
+
+def names_row(sentence: str) -> bool:
+    """Whether a sentence says which row it is about."""
+    return _ROW in sentence
 
 
 def begins_with_field(sentence: str) -> bool:

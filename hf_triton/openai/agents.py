@@ -16,7 +16,6 @@ from hf_triton.openai.answers import delta_of
 from hf_triton.openai.blocks import Block, Blocks, Step
 from hf_triton.openai.bodies import beside, write_json
 from hf_triton.openai.chat import ChatRequest
-from hf_triton.openai.client_names import ClientNames
 from hf_triton.openai.conversation import Conversation
 from hf_triton.openai.errors import ApiError
 from hf_triton.openai.fields import Fields, Ignored, sampling_fields
@@ -74,7 +73,7 @@ class AgentRequest(Fields, AgentSampling):
             ApiError: A field is invalid.
         """
         shared = {name: getattr(self, name) for name in SHARED}
-        own = ClientNames(names, type(self).model_fields, conversation.places)
+        own = self.names_of(names, places=conversation.places)
         try:
             request = ChatRequest.model_validate({**shared, "messages": conversation.messages(), **chat})
             generation = request.generation(request_id)

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Collection, Iterator, Mapping
 from contextlib import AsyncExitStack
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
@@ -18,7 +19,6 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from hf_triton.errors import clip
-from hf_triton.openai.client_names import ClientNames
 from hf_triton.openai.disconnect import run_while_connected
 from hf_triton.openai.errors import RESPONSES, ApiError
 from hf_triton.openai.fields import IGNORED, Fields, Ignored
@@ -32,11 +32,10 @@ from hf_triton.protocol.validation import parse_boolean
 router = APIRouter()
 
 FILE: Final = "file"
+TASK: Final = "task"
 GRANULARITIES: Final = "timestamp_granularities"
 MAX_FIELDS: Final = 32
-MAX_FIELD_BYTES: Final = 64 << 10
-NAMES: Final = {AUDIO: FILE, "return_timestamps": GRANULARITIES}
-"""The client's names of our parameters."""
+MAX_FIELD_LENGTH: Final = 64 << 10
 FORMATS: Final = {
     200: {"description": "The text, in the form of `response_format`.", "content": {"text/plain": {}}},
     **RESPONSES,
@@ -45,6 +44,14 @@ FORMATS: Final = {
 
 class SpeechFields(Fields):
     """OpenAI's fields beside the file, of which both endpoints take these."""
+
+    ignored: ClassVar[Mapping[str, Ignored]] = {name: own for name, own in IGNORED.items() if own.is_hint}
+    """A form's values are texts: those of other fields that ask for nothing are not."""
+
+    @classmethod
+    def known(cls) -> Collection[str]:
+        """The file's field, and the others."""
+        return {FILE, *cls.model_fields}
 
     model: Annotated[str, annotated_types.MinLen(1)]
     """One of `/v1/models`."""
@@ -67,7 +74,7 @@ class TranscriptionFields(SpeechFields):
     """The fields of `/v1/audio/transcriptions`."""
 
     ignored: ClassVar[Mapping[str, Ignored]] = {
-        **IGNORED,
+        **SpeechFields.ignored,
         "chunking_strategy": Ignored(("auto",), is_hint=True),
         "include": Ignored(is_hint=True),
     }
@@ -118,7 +125,13 @@ async def transcribe(request: Request) -> Response:
 async def translate(request: Request) -> Response:
     """The text of an audio file, in English."""
     body, data = await _read_form(request, TranslationFields)
-    found = await _transcript(request, body, data, "translate")
+    try:
+        found = await _transcript(request, body, data, "translate")
+    except ApiError as error:
+        if error.field != TASK:
+            raise
+        message = f"{error.message}: POST /v1/audio/transcriptions"
+        raise ApiError(error.status_code, message, param="model", code=error.code) from None
     if body.response_format == "verbose_json":
         return JSONResponse(_verbose({**found, "language": "english"}, "translate", ["segment"]))
     return _written(found, body.response_format)
@@ -148,7 +161,7 @@ async def _read_form(request: Request, fields: type[AnyFields]) -> tuple[AnyFiel
     async with AsyncExitStack() as stack:
         form = await _parse_form(request, body)
         stack.push_async_callback(form.close)
-        values = dict(_values(form))
+        values = dict(_values(form, fields.known()))
         file = values.pop(FILE, None)
         checked = fields.model_validate(values)
         if not isinstance(file, UploadFile):
@@ -161,38 +174,48 @@ async def _parse_form(request: Request, body: bytes) -> FormData:
     async def whole() -> AsyncGenerator[bytes]:
         yield body
 
-    parser = _Parser(request.headers, whole(), max_files=1, max_fields=MAX_FIELDS, max_part_size=MAX_FIELD_BYTES)
+    parser = _Parser(request.headers, whole(), max_files=MAX_FIELDS, max_fields=MAX_FIELDS, max_part_size=len(body))
     try:
         return await parser.parse()
     except MultiPartException as error:
         raise ApiError(400, f"the body is no form that can be read: {error.message.rstrip('.')}") from None
 
 
-def _values(form: FormData) -> Iterator[tuple[str, object]]:
+def _values(form: FormData, known: Collection[str]) -> Iterator[tuple[str, object]]:
     """The fields by name, those that are not empty; a name that ends in `[]` is a list.
 
     Raises:
-        ApiError: A field is given twice.
+        ApiError: A field is given twice, as a file, or is too long.
     """
     for key in form:
         name, values = key.removesuffix("[]"), form.getlist(key)
-        if name == GRANULARITIES:
-            yield name, values
+        if values == [""]:
+            continue
+        if name not in known:  # is refused, or passed over
+            yield name, values[0] if isinstance(values[0], str) else values[0].filename
+        elif name == GRANULARITIES:
+            yield name, [_text(name, value) for value in values]
         elif len(values) > 1:
             raise ApiError(400, f"{name} is given {len(values)} times: give it once", param=name)
-        elif values != [""]:
-            yield name, _read(name, values[0])
+        else:
+            yield name, values[0] if name == FILE else _read(name, _text(name, values[0]))
 
 
-def _read(name: str, value: str | UploadFile) -> object:
-    """A field's text as its type; one that cannot be read is left for validation to refuse."""
+def _text(name: str, value: str | UploadFile) -> str:
     if not isinstance(value, str):
-        return value if name == FILE else (value.filename or FILE)
+        raise ApiError(400, f"{name} is sent as a file: send it as a text", param=name)
+    if len(value) > MAX_FIELD_LENGTH:
+        message = f"{name} has {len(value)} characters, more than the {MAX_FIELD_LENGTH} that are accepted"
+        raise ApiError(400, message, param=name)
+    return value
+
+
+def _read(name: str, value: str) -> object:
+    """A field's text as its type; one that cannot be read is left for validation to refuse."""
     if name == "temperature":
-        try:
-            return float(value)
-        except ValueError:
-            return value
+        for kind in (int, float):
+            with contextlib.suppress(ValueError):
+                return kind(value)
     return parse_boolean(value) if name == "stream" else value
 
 
@@ -212,8 +235,9 @@ async def _transcript(
         message = f"there is no adapter {clip(adapter)}: models of speech take none"
         raise ApiError(404, message, param="model", code="model_not_found")
     is_timed = body.response_format not in ("json", "text")
+    times = GRANULARITIES if "return_timestamps" in parameters else "response_format"
     given: dict[str, Any] = {
-        "task": task,
+        TASK: task,
         "prompt": body.prompt,
         "temperature": body.temperature,
         "return_timestamps": "segment" if is_timed else None,
@@ -226,7 +250,7 @@ async def _transcript(
         {AUDIO: [data]},
         [JSON_OUTPUT],
         {name: value for name, value in given.items() if value is not None},
-        ClientNames(NAMES, {FILE, *type(body).model_fields}),
+        body.names_of({AUDIO: FILE, "return_timestamps": times, TASK: None}),
     )
     try:
         async with asyncio.timeout(gateway.config.timeout_s):

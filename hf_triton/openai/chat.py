@@ -13,6 +13,7 @@ import annotated_types
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from hf_triton.errors import clip
 from hf_triton.openai.answers import (
     COUNTS,
     StreamedTokens,
@@ -120,6 +121,8 @@ class ChatRequest(GenerationFields):
         is_off = is_off or self.think is False
         if self.format and "response_format" in sampling:
             raise ApiError(400, "format and response_format are one field: leave one of them out", param="format")
+        if isinstance(self.format, str) and self.format not in ("", "json"):
+            raise ApiError(400, f"format must be `json` or a schema, got {clip(self.format)}", param="format")
         if self.format:
             as_schema = {"type": "json_schema", "json_schema": {"schema": self.format}}
             sampling["response_format"] = {"type": "json_object"} if self.format == "json" else as_schema
@@ -140,13 +143,19 @@ class ChatRequest(GenerationFields):
             options,
             messages=self.messages,
             returns=returns,
-            names=self.client_names(**self._thinking_names(), logprobs="top_logprobs", text_input=ELSEWHERE),
+            names=self.client_names(**self._other_names(), logprobs="top_logprobs", text_input=ELSEWHERE),
         )
 
-    def _thinking_names(self) -> dict[str, str]:
+    def _other_names(self) -> dict[str, str]:
+        """Our parameters that are given by other APIs' fields."""
+        names = {"response_format": "format"} if self.format else {}
+        if isinstance(self.think, str) and self.reasoning_effort is None:
+            names["reasoning_effort"] = "think"
+        elif self.think is False:
+            names[SWITCHES[0]] = "think"
         if self.thinking is not None:
-            return {THINKING_BUDGET: "thinking", SWITCHES[0]: "thinking"}
-        return {} if self.nvext is None else {THINKING_BUDGET: "nvext.max_thinking_tokens"}
+            return {**names, THINKING_BUDGET: "thinking", SWITCHES[0]: "thinking"}
+        return names if self.nvext is None else {**names, THINKING_BUDGET: "nvext.max_thinking_tokens"}
 
     def _options(self, *, is_thinking_off: bool) -> dict[str, bool | int | str]:
         options: dict[str, bool | int | str] = {

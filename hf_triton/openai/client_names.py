@@ -25,8 +25,8 @@ class ClientNames:
     """The fields that the client can send; None: any."""
     places: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """By field, where the client has its elements: `{"messages": ["system", "input[0]"]}`."""
-    rows: Sequence[int] = range(1 << 31)
-    """The client's numbers of rows; empty: it sent one."""
+    rows: Sequence[int | str] = range(1 << 31)
+    """The client's numbers of rows, or their places; empty: it sent one."""
     subject: str | None = None
     """The field that errors about a text are about, if they name none."""
 
@@ -49,7 +49,7 @@ class ClientNames:
     def knows(self, path: str) -> bool:
         """Whether the client can send the field."""
         is_named = self.names.get(path, path) is not None
-        return is_named and (self.fields is None or _head(self.of(path)) in self.fields)
+        return is_named and (self.fields is None or head_of(self.of(path)) in self.fields)
 
     def words(self, path: str) -> str:
         """The client's name of a field or a place in it. What it cannot send is the folder's."""
@@ -59,8 +59,8 @@ class ClientNames:
         """The client's name of a field that is at fault; None: it has none."""
         return self.of(path).partition(" ")[0] if path is not None and self.knows(path) else None
 
-    def row(self, number: int) -> int | None:
-        """The client's number of a row; None: it sent one."""
+    def row(self, number: int) -> int | str | None:
+        """The client's number of a row, or its place; None: it sent one."""
         return self.rows[number] if number < len(self.rows) else None
 
     def under(self, outer: ClientNames) -> ClientNames:
@@ -69,7 +69,8 @@ class ClientNames:
         return ClientNames({**names, **outer.names}, outer.fields, outer.places, self.rows)
 
 
-def _head(path: str) -> str:
+def head_of(path: str) -> str:
+    """The field that a place is in."""
     return re.split(r"[.\[ ]", path, maxsplit=1)[0]
 
 

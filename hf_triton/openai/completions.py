@@ -72,9 +72,7 @@ class CompletionRequest(GenerationFields):
         sampling, options = self.sampling_parameters(), {"exclude_input_in_output": not self.echo}
         if self.only_scores:
             if not self.echo:
-                raise ApiError(
-                    400, "max_tokens must be an integer >= 1, or 0 with echo true; got 0", param="max_tokens"
-                )
+                raise self.no_tokens(", or 0 with echo true; got 0")
             sampling["max_new_tokens"] = 1  # not returned
             options["exclude_input_in_output"] = True
         if self.logprobs is not None:
@@ -93,7 +91,7 @@ class CompletionRequest(GenerationFields):
 
         def generation(first_row: int = 0, name: str = "prompt", **prompt: Any) -> Generation:
             names = self.client_names(text_input=name, prompt_token_ids=name)
-            names = replace(names, rows=range(first_row, len(texts)))
+            names = replace(names, rows=range(first_row, len(texts)) if isinstance(self.prompt, list) else ())
             return Generation(self.model, request_id, sampling, options, returns=returns, names=names, **prompt)
 
         size = max_batch_size or len(texts) or 1
@@ -102,6 +100,11 @@ class CompletionRequest(GenerationFields):
             *(generation(start, prompts=texts[start : start + size]) for start in range(0, len(texts), size)),
             *(generation(name=place, prompt_token_ids=one) for place, one in zip(places, ids, strict=False)),
         ]
+
+    def no_tokens(self, what: str) -> ApiError:
+        """The error about a `max_tokens` of 0."""
+        name = self.word("max_tokens")
+        return ApiError(400, f"{name} must be an integer >= 1{what}", param=name)
 
     def _prompts(self) -> tuple[list[str], list[list[int]]]:
         """The prompts as texts or as token ids."""
@@ -166,7 +169,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     """Continue prompts."""
     gateway = gateway_of(request)
     if body.stream and body.only_scores:
-        raise ApiError(400, "max_tokens must be an integer >= 1 for a stream, got 0", param="max_tokens")
+        raise body.no_tokens(" for a stream, got 0")
     folder = await run_while_connected(request.receive, gateway.models.folder(body.model, is_stream=bool(body.stream)))
     generations = await beside_loop(request, body.generations, request_id_of(request), folder.max_batch_size)
     answers = _answers(body, generations)

@@ -47,19 +47,19 @@ class EmbeddingRequest(EncoderFields):
     messages: Annotated[list[dict[str, Any]], annotated_types.MaxLen(1)] | None = None
     """In place of `input`, vLLM's form: one message whose content is one text or one part."""
 
-    def given_input(self) -> Any:
-        """The input, or what stands in its place.
+    def given_input(self) -> tuple[str, Any]:
+        """The input, or what stands in its place, behind the name of its field.
 
         Raises:
             ApiError: There is none, or several.
         """
         if self.input is not None and self.messages is None:
-            return self.input
+            return "input", self.input
         match self.messages if self.input is None else ():
             case [{"content": str() as text}] | [{"content": [str() as text]}]:
-                return text
+                return "messages", text
             case [{"content": [dict() as part]}]:
-                return [part]
+                return "messages[0].content", [part]
             case None:
                 raise ApiError(400, "input is required", param="input", code="missing_required_parameter")
         message = "messages stands in place of input, and is one message whose content is one text or one part"
@@ -70,8 +70,9 @@ class EmbeddingRequest(EncoderFields):
 async def create_embeddings(body: EmbeddingRequest, request: Request) -> Response:
     """Vectors of texts or images."""
     parameters = {"dimensions": body.dimensions, "prompt_name": body.prompt_name, "normalize": body.normalize}
-    items = await beside_loop(request, read_items, "input", body.given_input())
-    found = await encode_items(request, body, EMBEDDINGS, items, [EMBEDDING], parameters)
+    field, given = body.given_input()
+    items = await beside_loop(request, read_items, field, given)
+    found = await encode_items(request, body, EMBEDDINGS, items, [EMBEDDING], parameters, field)
     return await json_response(size_of_found(found), _answer, body, request_id_of(request), found)
 
 

@@ -13,7 +13,6 @@ from fastapi import Request
 from pydantic_core import to_json
 
 from hf_triton.openai.bodies import beside
-from hf_triton.openai.client_names import ClientNames
 from hf_triton.openai.disconnect import run_while_connected
 from hf_triton.openai.errors import ApiError
 from hf_triton.openai.fields import Fields
@@ -56,7 +55,7 @@ async def encode(
     *,
     parameters: Mapping[str, bool | int | str | None] | None = None,
     names: Mapping[str, str | None] | None = None,
-    places: Sequence[int] | None = None,
+    places: Sequence[int | str] | None = None,
 ) -> Outputs:
     """The outputs for texts, one below the other, and the model's tokens of each text.
 
@@ -68,15 +67,16 @@ async def encode(
         outputs: Those of the task that are needed.
         parameters: Of the task; None is not sent.
         names: The client's names of the inputs.
-        places: The client's numbers of the texts; None: as they are counted.
+        places: The client's numbers of the texts, or their places; empty: it sent one; None: as they are counted.
 
     Raises:
         ApiError: The request is refused, the model has another task, or the client has left.
     """
     gateway, longest = gateway_of(request), max(texts, key=lambda name: len(texts[name]))
     count = len(texts[longest])
-    own = ClientNames(names or {}, type(body).model_fields)
-    own, rows = dataclasses.replace(own, subject=own.of(longest)), range(count) if places is None else places
+    own = body.names_of(names or {})
+    own = dataclasses.replace(own, subject=own.of(longest))
+    rows = range(count if count > 1 else 0) if places is None else places
     adapter = adapter_name(body.model, body.lora_name) or body.lora_name
     given = {
         **(parameters or {}),

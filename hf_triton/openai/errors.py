@@ -16,7 +16,7 @@ from hf_triton.openai.triton_words import first_line, says
 from hf_triton.protocol.load_reasons import first_sentence
 from hf_triton.protocol.prompts import BYTES_PER_TOKEN
 from hf_triton.protocol.validation import suggest
-from hf_triton.sentence import text
+from hf_triton.sentence import names_row, row, text
 
 if TYPE_CHECKING:  # the commands read errors too, and need no FastAPI
     from fastapi import FastAPI, Request
@@ -254,6 +254,8 @@ def triton_error(message: str, names: ClientNames, status: int = 500) -> ApiErro
         return ApiError(status, first_line(message) if status < 500 else "the server failed on this request")
     code, (sentence, field, sizes) = coded[1], read_error_data(coded[2])
     param = names.param(field) or (names.subject if code in TEXT_CODES else None)
+    if code in TEXT_CODES and len(names.rows) == 1 and not names_row(sentence):
+        sentence += row(0, " (row {})")  # to the model it was the only one
     code, message = OPENAI_CODES.get(code, code), text(sentence, names)
     return ApiError(STATUS.get(coded[1], 500), message, param=param, code=code, field=field, sizes=sizes)
 
@@ -267,8 +269,8 @@ def out_of_shared_memory() -> ApiError:
     )
 
 
-def unknown_field(name: str, fields: Collection[str]) -> ApiError:
-    message = f"there is no field {clip(name)}{suggest(name, fields, 'docs/openai-fields.md')}"
+def unknown_field(name: str, fields: Collection[str], meant: str | None = None) -> ApiError:
+    message = f"there is no field {clip(name)}{suggest(meant or name, fields, 'docs/openai-fields.md')}"
     is_short = clip(name) == f"'{name}'"
     return ApiError(400, message, param=name if is_short else None, code="unknown_parameter")
 

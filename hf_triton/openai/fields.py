@@ -18,6 +18,7 @@ from pydantic import (
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
+    PrivateAttr,
     ValidationError,
     ValidatorFunctionWrapHandler,
     create_model,
@@ -27,13 +28,15 @@ from pydantic_core import CoreSchema
 
 from hf_triton.errors import clip
 from hf_triton.openai.bodies import MAX_VALUES
-from hf_triton.openai.client_names import ClientNames
+from hf_triton.openai.client_names import ClientNames, head_of
 from hf_triton.openai.errors import ApiError, unknown_field
 from hf_triton.openai.hints import pass_over
 from hf_triton.openai.triton_messages import TEXT_GENERATION
 from hf_triton.protocol.chat import MAX_MESSAGES, MAX_TOOLS
+from hf_triton.protocol.dialects import ALIASES as DIALECTS
 from hf_triton.protocol.dialects import BEAM_SEARCH
 from hf_triton.protocol.parameters import MAX_STOP_STRINGS, WARPERS, GenerationParameters
+from hf_triton.protocol.structured_output import VLLM_GUIDES
 from hf_triton.protocol.validation import is_slip, problems
 from hf_triton.sentence import first_field, param, renamed
 
@@ -127,6 +130,17 @@ OWN_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "stop_strings": ("stop", "stop_sequences"),
 }
 """The fields of parameters that have transformers' names, by endpoint."""
+MEANINGS: Final[Mapping[str, str]] = {
+    **DIALECTS,
+    **{name: own for own, names in OWN_NAMES.items() for name in names},
+    **SAMPLING,
+    **PASSED_ON,
+    "instructions": "system",
+    "input": "messages",
+    "output_config": "response_format",
+    "reasoning": "reasoning_effort",
+}
+"""What names of fields stand for at all endpoints, to suggest the one that an endpoint has."""
 GENERATION_CONFIG: Final = "generation_config"
 """What `transformers chat` sends: what to generate with, as the folder's file of this name has it."""
 AS_ABSENT: Final[Mapping[str, object]] = dict.fromkeys(
@@ -249,6 +263,8 @@ class Fields(BaseModel):
     """Whether an unknown field is passed over: a whole body's, since new clients and those of other servers send fields
     that change nothing here. One that is near a known one, or means something at another endpoint, is refused."""
     _everywhere: ClassVar[set[str]] = {*GenerationParameters.model_fields, *ALIASES}
+    _words: dict[str, str] = PrivateAttr(default_factory=dict)
+    """What the client calls fields that it gives by another name."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: object) -> None:
@@ -267,8 +283,9 @@ class Fields(BaseModel):
     def _check(cls, values: Any, validate: ValidatorFunctionWrapHandler) -> Any:
         if not isinstance(values, dict):
             return validate(values)  # refused: it must be an object
+        words: Mapping[str, str] = {}
         if cls.is_open and values.get(GENERATION_CONFIG) is not None:
-            values = _with_generation_config(values, cls.model_fields)
+            values, words = _with_generation_config(values, cls.model_fields)
         known: dict[str, Any] = {}
         sent: dict[str, str] = {}
         num_unknown = 0
@@ -280,25 +297,27 @@ class Fields(BaseModel):
                 if name in known:
                     message = f"{sent[name]} and {given} are one field: leave one of them out"
                     raise ApiError(400, message, param=given, code="invalid_parameter")
-                sent[name] = given
+                sent[name] = words.get(given, given)
                 known[name] = _whole(value) if name in cls.whole_numbers() else value
-            elif name in cls.ignored:
-                cls.ignored[name].check(name, value)
+            elif rule := cls.ignored.get(name) or (IGNORED.get(name) if cls.is_open else None):
+                rule.check(name, value)
             elif value in NOTHING:
                 pass_over(name)
             elif cls.is_open and num_unknown < MAX_UNKNOWN and not cls._is_slip(name):
                 num_unknown += 1
                 pass_over(name)
             else:
-                raise unknown_field(name, cls.model_fields)
+                raise unknown_field(name, cls.known(), cls._meant(name))
         try:
-            return validate(known)
+            checked = validate(known)
+            checked._words = {name: word for name, word in sent.items() if name != word}
+            return checked
         except ValidationError as error:
             problem = problems(cls, error)[0]
             place = problem.name or first_field(problem.open_sentence)
             code = "missing_required_parameter" if problem.is_missing else "invalid_parameter"
-            sentence = renamed(problem.open_sentence, lambda path: sent.get(path, path))
-            raise ApiError(400, sentence, param=place and sent.get(place, place), code=code) from None
+            sentence = renamed(problem.open_sentence, lambda path: _spelt(path, sent))
+            raise ApiError(400, sentence, param=place and _spelt(place, sent), code=code) from None
 
     @classmethod
     def _own_name(cls, name: str) -> str:
@@ -312,6 +331,33 @@ class Fields(BaseModel):
         return is_slip(name.lower(), cls.model_fields) or name in cls._everywhere or name in UNSERVED
 
     @classmethod
+    def known(cls) -> Collection[str]:
+        """The names of the fields that a client can send."""
+        return cls.model_fields
+
+    @classmethod
+    def _meant(cls, name: str) -> str | None:
+        """The field that means what another endpoint's field of this name means."""
+        name = ALIASES.get(name, name)
+        own = MEANINGS.get(name, name)
+        return next((field for field in cls.model_fields if MEANINGS.get(field, field) == own), None)
+
+    def word(self, name: str) -> str:
+        """What the client calls a field."""
+        return self._words.get(name, name)
+
+    def names_of(self, names: Mapping[str, str | None], **more: Any) -> ClientNames:
+        """Names for error messages, as this request spells its fields.
+
+        Args:
+            names: By our name of a field or parameter, the field of this body.
+            **more: Other arguments of `ClientNames`.
+        """
+        words = {own: name and self.word(name) for own, name in names.items()}
+        fields = {*type(self).known(), *map(head_of, self._words.values())}
+        return ClientNames({**self._words, **words}, fields, **more)
+
+    @classmethod
     @cache
     def whole_numbers(cls) -> frozenset[str]:
         """The fields that take whole numbers, or lists of them, and no others."""
@@ -319,13 +365,24 @@ class Fields(BaseModel):
         return frozenset(name for name, kind in kinds.items() if int in kind and float not in kind)
 
 
+def _spelt(path: str, sent: Mapping[str, str]) -> str:
+    """A place as the client spells its field."""
+    head = head_of(path)
+    return sent.get(head, head) + path[len(head) :]
+
+
 def _is_absent(name: str, value: object) -> bool:
     """Whether a value means what leaving the field out means."""
     return value is None or (type(value) in (int, float) and AS_ABSENT.get(name) == value)
 
 
-def _with_generation_config(values: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """The fields, and behind them those of transformers' `generation_config`, an object or its JSON text."""
+def _with_generation_config(
+    values: Mapping[str, Any], known: Collection[str]
+) -> tuple[dict[str, Any], Mapping[str, str]]:
+    """The fields, and behind them those of transformers' `generation_config`, an object or its JSON text.
+
+    Also the places of the latter, by field.
+    """
     given = values[GENERATION_CONFIG]
     try:
         config = json.loads(given) if isinstance(given, str) else given
@@ -334,15 +391,17 @@ def _with_generation_config(values: Mapping[str, Any], known: Collection[str]) -
     if not isinstance(config, dict):
         message = f"{GENERATION_CONFIG} must be a JSON object, or its text, got {clip(given)}"
         raise ApiError(400, message, param=GENERATION_CONFIG, code="invalid_parameter")
-    fields = {}
+    fields, places = {}, {}
     for name, value in config.items():
         own = next((each for each in OWN_NAMES.get(name, ()) if each in known), None)
         if own is not None:
-            fields[own] = value
+            fields[own], places[own] = value, f"{GENERATION_CONFIG}.{name}"
         else:
             pass_over(f"{GENERATION_CONFIG}.{name}")
-    own_values = {name: value for name, value in values.items() if name != GENERATION_CONFIG}
-    return {**fields, **{name: value for name, value in own_values.items() if not _is_absent(name, value)}}
+    own_values = {
+        name: value for name, value in values.items() if name != GENERATION_CONFIG and not _is_absent(name, value)
+    }
+    return {**fields, **own_values}, {name: place for name, place in places.items() if name not in own_values}
 
 
 def _kinds(annotation: object) -> set[object]:
@@ -441,6 +500,12 @@ class GenerationFields(Fields, SamplingFields):
     def client_names(self, **more: str) -> ClientNames:
         """Names of our parameters as this request spells them, for error messages; `more` of other fields."""
         given = {own: name for name, own in (*SAMPLING.items(), *PASSED_ON.items()) if getattr(self, name) is not None}
-        width = "n" if self.best_of is None else "best_of"
-        names = {**CLIENT_NAMES, "num_beams": f"{BEAM_SEARCH} with {width}", **given, **more}
-        return ClientNames(names, type(self).model_fields)
+        guides = {
+            VLLM_GUIDES[name]: f"{form}.{name}"
+            for form in ("guided_decoding", "structured_outputs")
+            for name in getattr(self, form) or ()
+            if name in VLLM_GUIDES
+        }
+        width = self.word("n" if self.best_of is None else "best_of")
+        names = {**CLIENT_NAMES, "num_beams": f"{BEAM_SEARCH} with {width}", **guides, **given, **more}
+        return self.names_of(names)

@@ -39,7 +39,7 @@ class _Url(Fields):
 
 class _ImagePart(Fields):
     type: Literal["image_url"]
-    image_url: str | _Url
+    image_url: str | dict[str, Any]
 
 
 class _TextPart(Fields):
@@ -77,7 +77,7 @@ def _read_part(place: str, part: Any, *, strings_too: bool) -> tuple[str, str]:
     if isinstance(part, dict) and part.get("type") == "text":
         return TEXT, parse_at(_TextPart, place, part).text
     image = parse_at(_ImagePart, place, part).image_url
-    url = image if isinstance(image, str) else image.url
+    url = image if isinstance(image, str) else parse_at(_Url, f"{place}.image_url", image).url
     if not _is_image(url):
         message = f"{place}.image_url must be a data URI (data:image/png;base64,...): nothing is fetched"
         raise ApiError(400, message, param=f"{place}.image_url", code="invalid_parameter")
@@ -95,13 +95,15 @@ async def encode_items(
     items: Items,
     outputs: Sequence[str],
     parameters: Mapping[str, bool | int | str | None],
+    field: str = "input",
 ) -> Found:
-    """The outputs of all items; arguments as `encode` has them."""
+    """The outputs of all items, which are of a field; other arguments as `encode` has them."""
     found: Found = []
+    is_one = sum(map(len, items.values())) == 1
     for name, elements in items.items():
-        texts = {name: [*elements.values()]}
-        places, names = [*elements], {name: "input"}
-        given = await encode(request, body, task, texts, outputs, parameters=parameters, names=names, places=places)
+        texts, places, names = {name: [*elements.values()]}, [*elements], {name: field}
+        told = () if is_one else places
+        given = await encode(request, body, task, texts, outputs, parameters=parameters, names=names, places=told)
         found.append((places, given))
     return found
 

@@ -34,9 +34,9 @@ NAMES: Final[Mapping[str, str]] = {
     "max_new_tokens": "max_tokens",
     "text_input": ELSEWHERE,
     **dict.fromkeys(("stop", "stop_strings"), "stop_sequences"),
-    "response_format": "output_config.format",
 }
 """The client's names of the chat's fields and of ours."""
+FORMAT: Final = "output_config.format"
 CHOICES: Final[Mapping[str, str]] = {"auto": "auto", "any": "required", "none": "none"}
 """Types of `tool_choice`, and what the chat calls them."""
 
@@ -115,10 +115,19 @@ class CountRequest(AgentRequest):
             "tools": list(tools.values()) or None,
             "tool_choice": choice,
             "parallel_tool_calls": parallel,
-            "response_format": _read_format(output.format or self.output_format),
+            "response_format": _read_format(self._format_place, output.format or self.output_format),
             "thinking": self.thinking,
             "continue_final_message": conversation.ends_with_text or None,
         }
+
+    @property
+    def _format_place(self) -> str:
+        """What the client calls the format."""
+        return "output_format" if self.output_format and not (self.output_config or {}).get("format") else FORMAT
+
+    def names(self) -> Mapping[str, str]:
+        """The client's names of the chat's fields and of ours."""
+        return {**NAMES, "response_format": self._format_place}
 
 
 class MessagesRequest(CountRequest):
@@ -163,12 +172,12 @@ def _read_choice(choice: dict[str, Any] | None) -> tuple[object, bool | None]:
     return {"type": "function", "function": {"name": checked.name}}, parallel
 
 
-def _read_format(form: dict[str, Any] | None) -> dict[str, Any] | None:
+def _read_format(place: str, form: dict[str, Any] | None) -> dict[str, Any] | None:
     if form is None:
         return None
     if form.get("type") != "json_schema" or not isinstance(form.get("schema"), dict):
-        message = f'output_config.format must be {{"type": "json_schema", "schema": {{...}}}}, got {clip(form)}'
-        raise ApiError(400, message, param="output_config.format")
+        message = f'{place} must be {{"type": "json_schema", "schema": {{...}}}}, got {clip(form)}'
+        raise ApiError(400, message, param=place)
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": form["schema"]}}
 
 
@@ -189,7 +198,7 @@ async def _generation(
     request: Request, body: CountRequest, conversation: Conversation, chat: Mapping[str, object]
 ) -> Generation:
     """What to ask of Triton."""
-    made = await beside_loop(request, body.generation, request_id_of(request), conversation, NAMES, **chat)
+    made = await beside_loop(request, body.generation, request_id_of(request), conversation, body.names(), **chat)
     return dataclasses.replace(made, num_bytes=len(await request.body()))
 
 

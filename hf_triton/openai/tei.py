@@ -194,11 +194,13 @@ def _sparse(outputs: Outputs) -> list[list[dict[str, Any]]]:
 @router.post("/similarity", responses=TEI_RESPONSES, response_model=list[float])
 async def similarity(body: SimilarityRequest, request: Request) -> Response:
     """The cosine of a sentence's vector and those of others."""
-    place = "inputs.sentences"
     inputs = await beside_loop(request, parse_at, _Sentences, "inputs", body.inputs)
-    texts = [*text_list(place, inputs.sentences), *text_list("inputs.source_sentence", inputs.source_sentence)]
+    sentences, source = text_list("inputs.sentences", inputs.sentences), inputs.source_sentence
+    texts = [*sentences, *text_list("inputs.source_sentence", source)]
+    places = [*(f"sentences[{index}]" for index in range(len(sentences))), "source_sentence"]
+    parameters, names = {"normalize": True}, {"text": "inputs"}
     outputs = await _encode(
-        request, body, EMBEDDINGS, {"text": texts}, [EMBEDDING], parameters={"normalize": True}, names={"text": place}
+        request, body, EMBEDDINGS, {"text": texts}, [EMBEDDING], parameters=parameters, names=names, places=places
     )
     return await json_response(size_of(outputs), _cosines, outputs, len(texts))
 
@@ -221,7 +223,14 @@ async def predict(body: PredictRequest, request: Request) -> Response:
         texts = {name: [entries[row][side] for row in rows] for side, name in enumerate(("text", "text_pair")[:size])}
         names = dict.fromkeys(texts, "inputs")
         outputs = await _encode(
-            request, body, CLASSIFICATION, texts, ALL, parameters=parameters, names=names, places=rows
+            request,
+            body,
+            CLASSIFICATION,
+            texts,
+            ALL,
+            parameters=parameters,
+            names=names,
+            places=rows if is_batch else (),
         )
         found = await beside(size_of(outputs), _predictions, outputs, len(rows))
         for row, predictions in zip(rows, found, strict=True):

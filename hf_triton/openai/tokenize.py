@@ -12,7 +12,6 @@ from fastapi.responses import Response
 
 from hf_triton.openai.answers import json_output, text_of
 from hf_triton.openai.bodies import JsonRoute, json_response
-from hf_triton.openai.client_names import ClientNames
 from hf_triton.openai.disconnect import run_while_connected
 from hf_triton.openai.errors import ApiError
 from hf_triton.openai.fields import Fields, Messages, TokenIds, Tools
@@ -110,7 +109,7 @@ async def _run(
         {},
         {"tokenize_only": True, "exclude_input_in_output": False, **options},
         returns=returns,
-        names=ClientNames({"prompt_token_ids": "tokens", "text_input": "prompt"}, type(body).model_fields),
+        names=body.names_of({"prompt_token_ids": "tokens", "text_input": "prompt"}, rows=()),
         num_bytes=len(await request.body()),
         **prompt,
     )

@@ -31,6 +31,7 @@ from hf_triton.openai.triton_messages import (
     ADAPTER_MARK,
     DOOR_SUFFIX,
     ENDPOINTS,
+    LORA_NAME,
     TEXT_GENERATION,
     Folder,
     Generation,
@@ -499,7 +500,8 @@ class TritonModels:
             self._infos.forget(generation.model_name)
         if error.code == "adapter_not_found":
             is_of_model = ADAPTER_MARK in generation.model
-            return ApiError(404, error.message, param="model" if is_of_model else "lora_name", code="model_not_found")
+            param = "model" if is_of_model else generation.names.param(LORA_NAME)
+            return ApiError(404, error.message, param=param, code="model_not_found")
         if unknown_name(message) == generation.model_name:
             return self._unknown(generation.model)
         if says(message, "unknown_model") or says(message, "is_decoupled"):

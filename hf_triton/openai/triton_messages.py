@@ -67,6 +67,13 @@ TASKS: Final[Mapping[str, str | None]] = {
     **dict.fromkeys(TEXT_TO_TEXT, TEXT_GENERATION),
 }
 """By a model's own task, the one that it has here; None: no endpoint."""
+NOUNS: Final[Mapping[str, str]] = {
+    "text": "texts",
+    "text_pair": "pairs of texts",
+    "token_ids": "token ids",
+    "image": "images",
+}
+"""What sentences call inputs."""
 FORMATS: Final[Mapping[str, str]] = {"UINT32": "I", "INT32": "i", "FP32": "f", "INT64": "q", "UINT64": "Q"}
 
 KINDS: Final = {bool: "bool_param", int: "int64_param", float: "double_param", str: "string_param"}
@@ -285,7 +292,7 @@ def _add_texts(message: Any, folder: Folder, request: TextRequest) -> dict[str, 
     for name, texts in request.texts.items():
         declared = declared_input(name, folder.inputs, folder.required)
         if declared is None:
-            sentence = f"the model '{folder.name}' takes no {name}; its inputs are {', '.join(sorted(folder.inputs))}"
+            sentence = f"the model '{folder.name}' takes no {NOUNS.get(name, name)}"
             raise ApiError(400, sentence, param=request.names.of(name), code="unsupported_parameter")
         is_shared = len(texts) == 1 and folder.max_batch_size > 0  # whose inputs have as many rows each
         _add_strings(message, folder, declared, [*texts] * num_rows if is_shared else texts)

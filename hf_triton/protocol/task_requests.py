@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -26,8 +27,8 @@ from hf_triton.protocol.task_declaration import (
 )
 from hf_triton.protocol.tensors import Array, encode_strings
 from hf_triton.protocol.token_rows import TokenRow, pad_rows, read_token_rows
-from hf_triton.protocol.validation import suggest, validated, value_type
-from hf_triton.sentence import param, param_list
+from hf_triton.protocol.validation import MAX_NAME, suggest, validated, value_type
+from hf_triton.sentence import param, param_list, remedy
 
 Options = TypeVar("Options", bound=DeclaredOptions)
 Row = Mapping[str, Any]
@@ -112,10 +113,12 @@ def _unknown(declaration: TaskDeclaration, name: str) -> RequestError:
             "unknown_parameter",
             f"{param(name)} is a parameter of text generation, and this model does {declaration.name}: leave it out",
         )
+    shown = f"'{param(name)}'" if re.fullmatch(r"\w{1,60}", name) else clip(name)
+    hint = suggest(name, declaration.input_types, declaration.document, param)
     return RequestError(
         "unknown_parameter",
-        f"there is no input or parameter {clip(name)} in {declaration.name}"
-        f"{suggest(name, declaration.input_types, declaration.document)}",
+        f"there is no input or parameter {shown} in {declaration.name}{remedy(hint)}",
+        field=name[:MAX_NAME],
     )
 
 

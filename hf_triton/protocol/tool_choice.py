@@ -144,7 +144,7 @@ def _required_call(tools: Tools, inputs: Mapping[str, Grammar], is_parallel: boo
 
 
 def _tool_grammar(function: Mapping[str, Any]) -> Grammar:
-    about = f"{param(CHOICE)}: the tool {clip(function['name'])} has parameters, a schema which"
+    about = f"{param(CHOICE)}: the schema of the tool {clip(function['name'])}"
     grammar = Grammar("json_schema", json.dumps(_arguments_schema(function)), CHOICE, about)
     _check_size(grammar)
     return grammar

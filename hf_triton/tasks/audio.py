@@ -143,7 +143,7 @@ def _check_head(file: Any, max_seconds: float, name: str) -> None:
     if not MIN_RATE <= file.samplerate <= MAX_RATE:
         raise _refusal(f"{name} has a sample rate of {file.samplerate} Hz: it must be >= {MIN_RATE} and <= {MAX_RATE}")
     if file.frames > max_seconds * file.samplerate and file.frames < 1 << 62:  # as a stream of unknown length has it
-        raise _too_long(name, f"has {file.frames / file.samplerate:.0f} s", max_seconds)
+        raise _too_long(name, f"has {round(file.frames / file.samplerate, 2):g} s", max_seconds)
 
 
 def _too_long(name: str, length: str, max_seconds: float) -> RequestError:

@@ -17,7 +17,7 @@ from hf_triton.hub.pretrained import SPEECH, loading
 from hf_triton.protocol.parameters import GREEDY_BELOW
 from hf_triton.protocol.task_declaration import AUDIO, DeclaredOptions, TaskDeclaration, TaskOutput, TextInput
 from hf_triton.protocol.task_requests import TaskResult
-from hf_triton.sentence import param
+from hf_triton.sentence import param, remedy
 from hf_triton.tasks.audio import import_soundfile
 from hf_triton.tasks.declared_task import DeclaredTask
 
@@ -189,17 +189,21 @@ class SpeechRecognition(DeclaredTask):
         """
         if options.task == "translate" and not self._languages:
             raise RequestError(
-                "invalid_parameter", f"{param('task')} must be transcribe: this model knows one language"
+                "invalid_parameter",
+                "this model knows one language, and does not translate"
+                + remedy(f": {param('task')} must be transcribe"),
+                field="task",
             )
         if options.return_timestamps != "none" and not self._has_timestamps:
             raise RequestError(
-                "invalid_parameter", f"{param('return_timestamps')} must be none: this model knows no timestamps"
+                "invalid_parameter",
+                f"{param('return_timestamps')} asks for timestamps, and this model knows none: leave it out",
             )
         if options.return_timestamps == "word" and not self._has_alignment:
             raise RequestError(
                 "invalid_parameter",
-                f"{param('return_timestamps')} must be none or segment: for those of words this model's "
-                "generation_config.json lacks alignment_heads",
+                f"{param('return_timestamps')} asks for the times of words, for which this model's "
+                "generation_config.json lacks alignment_heads: leave it out, or say segment",
             )
         prompt_ids = self._prompt_ids(options.prompt)
         room = self.max_targets - len(prompt_ids) - NUM_FIRST

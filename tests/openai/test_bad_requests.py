@@ -111,7 +111,7 @@ FIELDS: dict[str, tuple[tuple[str, object], str | None, str]] = {
             tool_choice="required",
         ),
         "tool_choice",
-        "the tool 'f' has parameters, a schema which cannot be read: $ref",
+        "the schema of the tool 'f' cannot be read: $ref",
     ),
     "grammar that cannot go on": (
         completion(guided_grammar='start: "a" b\nb: b "c"'),

@@ -77,3 +77,17 @@ def test_a_text_of_a_part_is_told_by_the_clients_row(gateway: GatewayThread, pat
     answer = httpx.post(gateway.url + path, json={**least, texts: rows, **told}, timeout=60)
     assert answer.status_code in (400, 413), answer.text
     assert re.search(r"\brow 150\b", message_of(answer)), answer.text
+    for alone, row in (([*["a"] * 128, LONG], "128"), ([LONG], None)):  # to the model it is the only text of a request
+        answer = httpx.post(gateway.url + path, json={**least, texts: alone, **told}, timeout=60)
+        found = re.search(r"\brow (\d+)\b", message_of(answer))
+        assert (answer.status_code in (400, 413), found and found[1]) == (True, row), answer.text
+
+
+@pytest.mark.parametrize("num_sentences", [1, 127, 128])
+@pytest.mark.parametrize("is_source", [False, True])
+def test_a_sentence_is_told_by_its_own_place(gateway: GatewayThread, num_sentences: int, is_source: bool) -> None:
+    sentences = ["a"] * (num_sentences - 1)
+    inputs = {"source_sentence": LONG if is_source else "a", "sentences": [*sentences, "b" if is_source else LONG]}
+    answer = httpx.post(f"{gateway.url}/similarity", json={"model": "minilm", "inputs": inputs, "truncate": False})
+    place = "source_sentence" if is_source else f"sentences[{num_sentences - 1}]"
+    assert (answer.status_code, message_of(answer)[-len(place) - 3 :]) == (413, f" ({place})"), answer.text

@@ -12,6 +12,7 @@ import tritonclient.grpc as grpcclient
 from hf_triton.openai.chat import ChatRequest
 from hf_triton.openai.completions import CompletionRequest
 from hf_triton.openai.config import GatewayConfig
+from hf_triton.openai.fields import ALIASES, SAMPLING
 from hf_triton.openai.messages import CountRequest, MessagesRequest
 from hf_triton.openai.responses import ResponsesRequest
 from hf_triton.protocol.options import PARAMETERS
@@ -166,6 +167,92 @@ def test_the_words_of_a_clients_variable_stay(gateway: GatewayThread, path: str,
         assert error["param"] == "chat_template_kwargs"
 
 
+CHAT, COMPLETIONS, RESPONSES, MESSAGES = APIS
+OTHER_NAMES: dict[str, Any] = {
+    "repeat_penalty": -1,
+    "num_predict": 100_000,
+    "n_predict": -5,
+    "regex": "(",
+    "ebnf": "start: (",
+    "grammar": "x",
+    "json_schema": {"type": "thing"},
+}
+"""Each of ALIASES with a value that is refused: at the gateway, or at the model."""
+SPELLINGS: tuple[tuple[str, dict[str, Any], str], ...] = (
+    *((path, {name: value}, name) for path in (CHAT, COMPLETIONS) for name, value in OTHER_NAMES.items()),
+    (COMPLETIONS, {"num_predict": 0}, "num_predict"),
+    (CHAT, {"regex": "a", "guided_choice": ["b"]}, "regex"),
+    (CHAT, {"generation_config": {"max_new_tokens": 100_000}}, "generation_config.max_new_tokens"),
+    (CHAT, {"generation_config": {"best_of": 2, "num_return_sequences": 3}}, "generation_config.best_of"),
+    (CHAT, {"generation_config": {"stop_strings": [5]}}, "generation_config.stop_strings"),
+    (CHAT, {"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+    (CHAT, {"guided_decoding": {"json": {"type": "thing"}}}, "guided_decoding.json"),
+    (CHAT, {"format": {"type": "thing"}}, "format"),
+    (CHAT, {"format": "xml"}, "format"),
+    (CHAT, {"think": "x" * 200}, "think"),
+    (RESPONSES, {"repeat_penalty": -1}, "repeat_penalty"),
+    (RESPONSES, {"generation_config": {"max_new_tokens": 100_000}}, "generation_config.max_new_tokens"),
+    (MESSAGES, {"repeat_penalty": -1}, "repeat_penalty"),
+    (MESSAGES, {"max_tokens": None, "num_predict": 100_000}, "num_predict"),
+    (MESSAGES, {"output_format": {"type": "xml"}}, "output_format"),
+    (MESSAGES, {"output_format": {"type": "json_schema", "schema": {"type": "thing"}}}, "output_format"),
+)
+"""Requests that give a field by one of its names, and that name."""
+
+
+def test_each_alias_has_a_wrong_value() -> None:
+    assert OTHER_NAMES.keys() == ALIASES.keys()
+
+
+@pytest.mark.parametrize(("path", "fields", "word"), SPELLINGS)
+def test_a_field_is_told_by_the_name_that_the_client_gave_it(
+    gateway: GatewayThread, path: str, fields: dict[str, Any], word: str
+) -> None:
+    error = refused(gateway, path, body_of(path, **fields))
+    names = {ALIASES.get(word, word), *SAMPLING.values(), "response_format", "reasoning_effort"} - {word, *fields}
+    found = set(re.findall(r"[a-z_.]{3,}", error["message"].partition(": input length")[0]))
+    assert (word in found, found & {name for name in names if "_" in name}) == (True, set()), error
+    assert path == MESSAGES or error["param"] == word
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "f"}])
+@pytest.mark.parametrize("schema", [{"type": "thing"}, {"enum": ["x" * 70_000]}])
+def test_the_schema_of_a_tool_is_no_field_of_another_api(
+    gateway: GatewayThread, schema: dict[str, Any], choice: dict[str, str]
+) -> None:
+    tools = [{"name": "f", "input_schema": schema}]
+    error = refused(gateway, MESSAGES, body_of(MESSAGES, tools=tools, tool_choice=choice))
+    assert "parameters" not in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "meant"),
+    [
+        (MESSAGES, "stop", "stop_sequences"),
+        (MESSAGES, "max_output_tokens", "max_tokens"),
+        (MESSAGES, "instructions", "system"),
+        (RESPONSES, "max_completion_tokens", "max_output_tokens"),
+        (RESPONSES, "num_predict", "max_output_tokens"),
+        (RESPONSES, "messages", "input"),
+        (CHAT, "stop_sequences", "stop"),
+        (CHAT, "input", "messages"),
+    ],
+)
+def test_another_api_s_field_is_answered_with_this_one_s(
+    gateway: GatewayThread, path: str, name: str, meant: str
+) -> None:
+    error = refused(gateway, path, body_of(path) | {name: ["a"]})
+    assert error["message"] == f"there is no field '{name}', did you mean '{meant}'?"
+
+
+@pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
+@pytest.mark.parametrize(("name", "value"), [("functions", [{}]), ("mirostat", 2), ("logits_processors", ["a"])])
+def test_what_chats_refuse_is_not_passed_over_elsewhere(
+    gateway: GatewayThread, path: str, name: str, value: Any
+) -> None:
+    assert refused(gateway, path, body_of(path, **{name: value}))["message"].startswith(f"{name} is ")
+
+
 @pytest.mark.parametrize("path", APIS)
 def test_no_refusal_names_a_field_that_the_api_lacks(gateway: GatewayThread, path: str) -> None:
     """Each field of an API that is a parameter of ours, with values that are none."""
@@ -203,6 +290,9 @@ def test_no_refusal_names_a_field_that_the_api_lacks(gateway: GatewayThread, pat
 
 def test_a_prompt_of_a_list_is_told_by_its_number(gateway: GatewayThread) -> None:
     path, long = "/v1/completions", "abc def " * 600
+    for more in ({}, {"max_tokens": 100_000}):
+        error = refused(gateway, path, {"model": "demo", "prompt": long if not more else "a", **more})
+        assert (error["message"].startswith("prompt has "), "row" in error["message"]) == (True, False)
     error = refused(gateway, path, {"model": "demo", "prompt": ["a", "b", long]})
     assert error["message"].startswith("prompt row 2 has ")
     error = refused(gateway, path, {"model": "demo", "prompt": [[5], [6] * 600]})

@@ -110,7 +110,7 @@ def test_an_input_that_a_folder_has_not_is_named_in_the_clients_words() -> None:
     )
     with pytest.raises(ApiError) as caught:
         infer_request(Folder.from_config("minilm", config), request, is_stream=False)
-    assert caught.value.message == "the model 'minilm' takes no image; its inputs are text, token_ids"
+    assert caught.value.message == "the model 'minilm' takes no images"
     assert (caught.value.status_code, caught.value.param) == (400, "input")
 
 
