@@ -22,6 +22,7 @@ from hf_triton.runner.adapters import Adapter, Adapters
 from hf_triton.runner.calling import begin_anew
 from hf_triton.runner.cpu import accelerate_encoder
 from hf_triton.runner.cuda import fuse
+from hf_triton.runner.device_step import NUM_TOKENS
 from hf_triton.runner.faults import described
 from hf_triton.runner.graph import GraphModel
 from hf_triton.runner.positions import max_positions, shares_positions
@@ -35,8 +36,8 @@ MAX_PADDING: Final = {"cpu": 16}
 CPU a padded token costs as much as any, and a forward of a small model as much as 16 to 32."""
 MAX_STATES_TOKENS: Final = {"cpu": 32768, "cuda": 131072}
 """Of the padded states that a head gets from a packed row."""
-WARM_UP_TOKENS: Final = 512
-"""A GPU's rows of more tokens have another kernel of attention, which is compiled at load and not while texts wait."""
+WARM_UP_TOKENS: Final = NUM_TOKENS[-1]
+"""A GPU's rows of more tokens run eagerly; their kernels are compiled at load and not while texts wait."""
 MAX_OUTPUTS: Final = 1 << 26
 """Numbers that a forward may give of tokens together, a quarter of a gibibyte: a vocabulary for each is a lot."""
 

@@ -19,7 +19,10 @@ from hf_triton.runner.step import TokenRange
 
 NO_SEQUENCE: Final = -1
 """The sequence of a token that is padding."""
-NUM_TOKENS: Final = (1, 2, 4, *range(8, 65, 8), *range(80, 129, 16), *range(160, 257, 32), *range(320, 513, 64))
+NUM_TOKENS: Final = (
+    *(1, 2, 4, *range(8, 65, 8), *range(80, 129, 16), *range(160, 257, 32)),
+    *(*range(320, 513, 64), *range(640, 1025, 128)),
+)
 """Of CUDA graphs; larger steps keep the device busy for longer than Python needs."""
 FEW_ROWS: Final = 64
 """Steps of more tokens than these have graphs with so many rows of logits and with more."""

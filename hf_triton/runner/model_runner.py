@@ -30,9 +30,9 @@ from hf_triton.runner.transfer import to_device
 if TYPE_CHECKING:
     from hf_triton.runner.cuda.graphs import StepGraph, StepGraphs
 
-MAX_SHARING: Final = 2
-"""A step whose block tables hold the blocks of the cache more often than that runs eagerly."""
-WARM_UP_TOKENS: Final = 512, 528
+MAX_TABLES: Final = 2**20
+"""Blocks of all tables of a captured step, 8 MiB of numbers; many sequences may share a prefix's blocks."""
+WARM_UP_TOKENS: Final = 1024, 1040
 """Of a step: as many as the largest graph has, and more, which is another kernel of attention."""
 CPU_BLOCK_SIZE: Final = 64
 """Tokens of a block: a CPU's prefetching wants long runs, a GPU's memory short ones."""
@@ -146,7 +146,7 @@ class ModelRunner:
                 self._forward_on_device,
                 self.device,
                 sizes=step_sizes(max_sequences),
-                num_tables=MAX_SHARING * self.cache.num_blocks,
+                num_tables=min(max_sequences * self.cache.num_blocks, MAX_TABLES),
             )
             if all(self._replays_right(step) for step in trial):
                 return None
