@@ -119,8 +119,9 @@ ALIASES: Final[Mapping[str, str]] = {
     "regex": "guided_regex",
     **dict.fromkeys(("ebnf", "grammar"), "guided_grammar"),
     "json_schema": "guided_json",
+    "truncation_direction": "truncation_side",
 }
-"""Names of Ollama, llama.cpp and SGLang for our fields, where the body has those and not the field itself."""
+"""Names of Ollama, llama.cpp, SGLang and TEI for our fields, where the body has those and not the field itself."""
 OWN_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     **{own: (name,) for name, own in SAMPLING.items()},
     "max_new_tokens": ("max_tokens", "max_output_tokens"),
@@ -129,9 +130,11 @@ OWN_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
 """The fields of parameters that have transformers' names, by endpoint."""
 GENERATION_CONFIG: Final = "generation_config"
 """What `transformers chat` sends: what to generate with, as the folder's file of this name has it."""
-AS_ABSENT: Final[Mapping[str, object]] = dict.fromkeys(
-    (*("seed", "num_predict", "n_predict"), *("max_tokens", "max_completion_tokens", "max_output_tokens")), -1
-)
+AS_ABSENT: Final[Mapping[str, object]] = {
+    **dict.fromkeys(("seed", "num_predict", "n_predict"), -1),
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"), -1),
+    "max_tokens_per_doc": 0,
+}
 """Values of numbers that mean what leaving the field out means."""
 UNSERVED: Final = frozenset(
     (

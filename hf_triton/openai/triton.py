@@ -147,7 +147,9 @@ class TritonModels:
         await asyncio.shield(self._list())
         return self._folders
 
-    async def only(self, task: str | None, default: str | None = None, way: str = "in the field model") -> Model:
+    async def only(
+        self, task: str | None, default: str | None = None, way: str = "in the field model, or by ?model=NAME"
+    ) -> Model:
         """The model of a request that names none: the default, or the only one of a task, or of all.
 
         Args:
