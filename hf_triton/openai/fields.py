@@ -247,7 +247,7 @@ class Fields(BaseModel):
     model_config = CONFIG
     ignored: ClassVar[Mapping[str, Ignored]] = IGNORED
     task_of_model: ClassVar[str | None] = None
-    """What the model must do that a body means which names none; None: it must name one."""
+    """What the model must do that a body means which names none, or ANY_TASK; None: it must name one."""
     is_open: ClassVar[bool] = False
     """Whether an unknown field is passed over: a whole body's, since new clients and those of other servers send fields
     that change nothing here. One that is near a known one, or means something at another endpoint, is refused."""

@@ -132,7 +132,6 @@ class SimilarityRequest(EncoderFields):
     """`source_sentence`, and the list `sentences`."""
 
 
-@router.post("/", include_in_schema=False)
 @router.post("/embed", responses=TEI_RESPONSES, response_model=list[list[float]])
 async def embed(body: EmbedRequest, request: Request) -> Response:
     """Vectors of texts."""
@@ -205,14 +204,14 @@ async def predict(body: PredictRequest, request: Request) -> Response:
         outputs = await encode(
             request, body, CLASSIFICATION, texts, ALL, parameters=parameters, names=names, places=rows
         )
-        found = await beside(size_of(outputs), _predictions, outputs, len(rows))
-        for row, predictions in zip(rows, found, strict=True):
-            answers[row] = predictions
+        found = await beside(size_of(outputs), predictions, outputs, len(rows))
+        for row, labels in zip(rows, found, strict=True):
+            answers[row] = labels
     num_bytes = 64 * sum(map(len, answers))  # a label with its score
     return await json_response(num_bytes, list, answers if is_batch else answers[0])
 
 
-def _predictions(outputs: Outputs, num_rows: int) -> list[list[dict[str, Any]]]:
+def predictions(outputs: Outputs, num_rows: int) -> list[list[dict[str, Any]]]:
     """The labels of each row with their scores, the best first."""
     labels, scores = (_rows(outputs[name], num_rows) for name in ALL)
     pairs = (zip(*row, strict=True) for row in zip(scores, labels, strict=True))

@@ -30,6 +30,7 @@ from hf_triton.protocol.structured_output import (
     check_response_format,
     read_guides,
     read_object,
+    read_response_format,
 )
 from hf_triton.protocol.validation import (
     MAX_ENTRIES,
@@ -165,7 +166,7 @@ class GenerationParameters(BaseModel):
     """End-of-sequence token ids to use instead of the model's own."""
 
     response_format: (
-        Annotated[dict[str, Any], BeforeValidator(read_object), AfterValidator(check_response_format)] | None
+        Annotated[dict[str, Any], BeforeValidator(read_response_format), AfterValidator(check_response_format)] | None
     ) = None
     """Output format as in OpenAI's API: `{"type": "json_schema", "json_schema": {"schema": {...}}}` gives JSON that the
     schema allows, `{"type": "json_object"}` any JSON object, `{"type": "text"}` any text. An output that is whole has
