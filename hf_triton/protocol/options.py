@@ -48,9 +48,9 @@ class RequestOptions(BaseModel):
     length, engine, dtype, memory and chat template. Nothing else is done, and the request is not counted."""
 
     tokenizer_request: str | None = None
-    """What to ask the tokenizer, answered as JSON in the output `output` by a model of any task: the JSON text of
-    `{"text": "...", "add_special_tokens": true}`, of `{"tokens": [...]}`, or of `{}`, which asks for its configuration.
-    Nothing else is done, and the request is not counted."""
+    """A question to the tokenizer, of a model of any task: JSON text, answered as JSON in the output `output`.
+    `{"text": "...", "add_special_tokens": true}` asks for a text's tokens, `{"tokens": [...]}` for the text of tokens,
+    `{}` for the tokenizer's configuration. Nothing else is done, and the request is not counted."""
 
     return_finish_reason: bool | None = None
     """Whether to fill the output `finish_reason`: `stop` (end-of-sequence token or stop string), `length`

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from hf_triton.errors import RequestError, clip, panics_as_errors
 from hf_triton.protocol.prompts import Limits, check_size
@@ -15,6 +15,13 @@ from hf_triton.sentence import param
 
 if TYPE_CHECKING:
     from hf_triton.hub.checkpoint import Checkpoint
+
+CONFIG: Final = (
+    *("add_bos_token", "add_eos_token", "add_prefix_space", "added_tokens_decoder", "clean_up_tokenization_spaces"),
+    *("do_lower_case", "model_input_names", "model_max_length", "padding_side", "split_special_tokens"),
+    *("strip_accents", "tokenize_chinese_chars", "truncation_side"),
+)
+"""The names of `tokenizer_config.json` that are told, beside special tokens."""
 
 
 class TokenizerAnswers:
@@ -70,9 +77,9 @@ class TokenizerAnswers:
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
     def _config(self) -> dict[str, Any]:
-        """As `tokenizer_config.json` has it, without the places of files."""
-        own = {**self._tokenizer.init_kwargs, **self._tokenizer.special_tokens_map}
-        config = {name: _plain(value) for name, value in own.items() if not name.endswith(("_file", "_path", "_files"))}
+        """As `tokenizer_config.json` has it; what else the tokenizer keeps may be the host's."""
+        kept = {name: value for name, value in self._tokenizer.init_kwargs.items() if name in CONFIG}
+        config: dict[str, Any] = _plain({**kept, **self._tokenizer.special_tokens_map})
         config["tokenizer_class"] = type(self._tokenizer).__name__
         template = self._chat_template or self._tokenizer.chat_template
         return config if template is None else {**config, "chat_template": template}
