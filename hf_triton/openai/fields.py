@@ -205,6 +205,7 @@ IGNORED: Final[Mapping[str, Ignored]] = {
     "function_call": Ignored(("none",), "is the former name of tool_choice"),
     **dict.fromkeys(("audio", "moderation"), Ignored()),
     "suffix": Ignored(("",), "asks for text between prompt and suffix, which these models do not write"),
+    "truncation_side": Ignored(("left",), "is left for models that generate"),
     "skip_special_tokens": Ignored((True,), "is always true"),
     "spaces_between_special_tokens": Ignored((True,), "is always true"),
     "return_tokens_as_token_ids": Ignored((False,), "is always false"),

@@ -7,6 +7,7 @@ transformers' pipeline. Vectors and ranks are those of Text Embeddings Inference
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from fastapi import APIRouter, Request, Response
 
 from hf_triton.errors import clip
 from hf_triton.openai import tei
-from hf_triton.openai.bodies import beside_loop, json_response, named_model
+from hf_triton.openai.bodies import ANY_TASK, beside_loop, json_response, named_model
 from hf_triton.openai.encoders import EncoderFields, encode, text_list
 from hf_triton.openai.errors import ApiError
 from hf_triton.openai.gateway import gateway_of
@@ -50,7 +51,11 @@ TOP_K: Final[Mapping[str, int | None]] = {CLASSIFICATION: None, IMAGE_CLASSIFICA
 """How many labels are listed by default, as pipelines do; None: all."""
 FILES: Final = (SPEECH, IMAGE_CLASSIFICATION)
 """Tasks whose input is a file, in JSON as base64."""
-IMAGE_STARTS: Final = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8")
+KINDS_OF_FILES: Final = {"image": IMAGE_CLASSIFICATION, "audio": SPEECH}
+"""Tasks by the first part of a media type."""
+IMAGES: Final = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8")
+SOUNDS: Final = (b"RIFF", b"fLaC", b"OggS", b"ID3", b"\xff\xfb", b"FORM")
+"""How files begin."""
 
 
 class PipelineRequest(EncoderFields):
@@ -77,7 +82,7 @@ async def run(request: Request) -> Response:
     data = await request.body()
     is_json = "json" in request.headers.get("content-type", "") or data.lstrip()[:1] == b"{"
     values: dict[str, Any] = await _read_json(request) if is_json else {"inputs": data}
-    model = values["model"] = await _model_of(request, values.get("model"), None if is_json else data)
+    model = values["model"] = await _model_of(request, values)
     task = (await gateway_of(request).models.folder(model, task=None)).task
     if is_json and task in (EMBEDDINGS, RERANK):
         return await _as_tei(request, task, values)
@@ -98,19 +103,32 @@ async def _read_json(request: Request) -> dict[str, Any]:
     return values
 
 
-async def _model_of(request: Request, named: Any, data: bytes | None) -> str:
-    """The model that is named; else the only one for such data: vectors of texts are what TEI's clients ask for."""
-    task = EMBEDDINGS
-    if data is not None:
-        kind = request.headers.get("content-type", "").partition("/")[0]
-        is_image = kind == "image" or (kind != "audio" and (data.startswith(IMAGE_STARTS) or data[8:12] == b"WEBP"))
-        task = IMAGE_CLASSIFICATION if is_image else SPEECH
+async def _model_of(request: Request, values: Mapping[str, Any]) -> str:
+    """The model that is named; else the only one for such inputs: vectors of texts are what TEI's clients ask for."""
+    named, inputs = values.get("model"), values.get("inputs")
+    is_file, task = isinstance(inputs, bytes), _task_of_file(inputs)
+    if is_file and (kind := request.headers.get("content-type", "").partition("/")[0]) in KINDS_OF_FILES:
+        task = KINDS_OF_FILES[kind]
     try:
-        return str(await named_model(request, named, task))
+        return str(await named_model(request, named, task or (SPEECH if is_file else EMBEDDINGS)))
     except ApiError as error:
-        if data is not None or error.status_code != 404:
+        if is_file or error.status_code != 404:
             raise
-        return str(await named_model(request, named, ""))
+        return str(await named_model(request, named, ANY_TASK))
+
+
+def _task_of_file(inputs: Any) -> str | None:
+    """The task for a file, or for base64 of one, by how it begins; None: it is not known."""
+    if isinstance(inputs, str):
+        try:
+            inputs = base64.b64decode(inputs[:16], validate=True)
+        except ValueError:
+            return None
+    if not isinstance(inputs, bytes):
+        return None
+    if inputs.startswith(IMAGES) or inputs[8:12] == b"WEBP":
+        return IMAGE_CLASSIFICATION
+    return SPEECH if inputs.startswith(SOUNDS) else None
 
 
 async def _as_tei(request: Request, task: str, values: dict[str, Any]) -> Response:

@@ -81,7 +81,8 @@ def test_images_are_classified(
 
 def test_images_come_as_base64_beside_parameters(client_of: Callable[..., InferenceClient]) -> None:
     whole = client_of("vit").image_classification(PNG)
-    assert client_of("vit").image_classification(PNG, top_k=1) == whole[:1]
+    for model in ("vit", ""):
+        assert client_of(model).image_classification(PNG, top_k=1) == whole[:1]
     raw = client_of("vit").image_classification(PNG, function_to_apply="none")
     assert [each.label for each in raw] == [each.label for each in whole]
     assert sum(each.score for each in raw) != pytest.approx(1)
@@ -102,8 +103,9 @@ def test_audio_is_transcribed(gateway: GatewayThread, tmp_path: Path, path: str)
 
 
 def test_parameters_of_audio_reach_the_model(client_of: Callable[..., InferenceClient]) -> None:
-    heard = client_of("whisper").automatic_speech_recognition(WAV, extra_body={"return_timestamps": "segment"})
-    assert heard.chunks is not None
+    for model in ("whisper", ""):
+        heard = client_of(model).automatic_speech_recognition(WAV, extra_body={"return_timestamps": "segment"})
+        assert heard.chunks is not None
     with pytest.raises(Exception, match="there is no input or parameter 'beams'"):
         client_of("whisper").automatic_speech_recognition(WAV, extra_body={"beams": 2})
 
