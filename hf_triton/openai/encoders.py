@@ -87,7 +87,7 @@ async def encode(
     texts: Mapping[str, Sequence[str]],
     outputs: Sequence[str],
     *,
-    parameters: Mapping[str, bool | int | str | None] | None = None,
+    parameters: Mapping[str, bool | int | float | str | None] | None = None,
     names: Mapping[str, str | None] | None = None,
     places: Sequence[int] | None = None,
 ) -> Outputs:
@@ -111,11 +111,8 @@ async def encode(
     own = ClientNames(names or {}, type(body).model_fields)
     own, rows = dataclasses.replace(own, subject=own.of(longest)), range(count) if places is None else places
     adapter = adapter_name(body.model, body.lora_name) or body.lora_name
-    given = {
-        **(parameters or {}),
-        **body.cutting(),
-        LORA_NAME: adapter,
-    }
+    sources = (parameters or {}, body.cutting(), {LORA_NAME: adapter})
+    given = {name: value for source in sources for name, value in source.items() if value is not None}
 
     async def run() -> Outputs:
         folder = await gateway.models.folder(body.model, task=task)
@@ -127,7 +124,7 @@ async def encode(
                 task,
                 {name: each if len(each) == 1 else each[start : start + size] for name, each in texts.items()},
                 (*outputs, NUM_TOKENS),
-                {name: value for name, value in given.items() if value is not None},
+                given,
                 dataclasses.replace(own, rows=rows[start : start + size]),
             )
             for start in range(0, count, size)

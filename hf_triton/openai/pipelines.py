@@ -15,11 +15,11 @@ from typing import Any, Final
 
 from fastapi import APIRouter, Request, Response
 
-from hf_triton.errors import clip
+from hf_triton.errors import ERROR_FORM, clip
 from hf_triton.openai import tei
 from hf_triton.openai.bodies import ANY_TASK, beside_loop, json_response, named_model
 from hf_triton.openai.encoders import EncoderFields, encode, text_list
-from hf_triton.openai.errors import ApiError
+from hf_triton.openai.errors import ApiError, unknown_field
 from hf_triton.openai.gateway import gateway_of
 from hf_triton.openai.images import ImageRoute
 from hf_triton.openai.triton_messages import (
@@ -37,6 +37,7 @@ from hf_triton.openai.triton_messages import (
     size_of,
 )
 from hf_triton.protocol.names import JSON_OUTPUT
+from hf_triton.protocol.options import BEFORE_INPUTS
 from hf_triton.protocol.task_declaration import AUDIO, IMAGE, TEXT
 from hf_triton.sentence import param
 
@@ -51,6 +52,8 @@ TOP_K: Final[Mapping[str, int | None]] = {CLASSIFICATION: None, IMAGE_CLASSIFICA
 """How many labels are listed by default, as pipelines do; None: all."""
 FILES: Final = (SPEECH, IMAGE_CLASSIFICATION)
 """Tasks whose input is a file, in JSON as base64."""
+RESERVED: Final = (*BEFORE_INPUTS, ERROR_FORM, "priority", "timeout", "sequence_id", "sequence_start", "sequence_end")
+"""Parameters of requests that are no task's."""
 KINDS_OF_FILES: Final = {"image": IMAGE_CLASSIFICATION, "audio": SPEECH}
 """Tasks by the first part of a media type."""
 IMAGES: Final = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8")
@@ -96,7 +99,7 @@ async def run(request: Request) -> Response:
 async def _read_json(request: Request) -> dict[str, Any]:
     try:
         values = await request.json()
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(values, dict):
         raise ApiError(400, "the body must be a JSON object", code="invalid_json")
@@ -163,11 +166,28 @@ def _read(values: dict[str, Any], task: str | None) -> _Asked:
 
 
 async def _encode(request: Request, asked: _Asked, outputs: Sequence[str], given: Mapping[str, Any]) -> Outputs:
-    parameters = {
-        name: value if type(value) in KINDS else json.dumps(value) for name, value in given.items() if value is not None
-    }
+    parameters = {name: _value(name, value) for name, value in given.items() if value is not None}
     names = {**dict.fromkeys(asked.texts, "inputs"), **{name: f"parameters.{name}" for name in parameters}}
     return await encode(request, asked.body, asked.task, asked.texts, outputs, parameters=parameters, names=names)
+
+
+def _value(name: str, value: Any) -> bool | int | float | str:
+    """A parameter as Triton's requests have it; lists and objects are JSON text.
+
+    Raises:
+        ApiError: It is not the task's, or no value that Triton knows.
+    """
+    place = f"parameters.{name}"
+    if name in RESERVED:
+        raise unknown_field(place, ())
+    try:
+        text = json.dumps(value, allow_nan=False)
+    except (ValueError, RecursionError):
+        text = ""
+    if not text or (type(value) is int and not -(2**63) <= value < 2**63):
+        raise ApiError(400, f"{param(place)} is no number that is taken, or nested too deeply", param=place)
+    plain: bool | int | float | str = value if type(value) in KINDS else text
+    return plain
 
 
 async def _labels(request: Request, asked: _Asked) -> Response:

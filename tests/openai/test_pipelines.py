@@ -168,6 +168,7 @@ def test_lists_are_answered_by_lists(gateway: GatewayThread) -> None:
 
     assert len(ask("entities", inputs=[TEXT, "boats"])) == 2
     assert [len(row) for row in ask("sentiment", inputs=[TEXT, "boats"], parameters={"top_k": 2})] == [2, 2]
+    assert ask("entities", inputs="a b " * 200, parameters={"truncate": True}) is not None
     assert [rank["index"] for rank in ask("reranker", query="a", texts=["b"])] == [0]
 
 
@@ -198,6 +199,27 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
         400,
         "parameters.top_k must be an integer >= 1",
     ),
+    "a parameter of no task": (
+        {"params": {"model": "masks"}, "json": {"inputs": "a", "parameters": {"cancel": True}}},
+        400,
+        "there is no field 'parameters.cancel'",
+    ),
+    "a number of 65 bits": (
+        {"params": {"model": "masks"}, "json": {"inputs": "a", "parameters": {"top_k": 2**64}}},
+        400,
+        "parameters.top_k is no number that is taken",
+    ),
+    "NaN": (
+        {"params": {"model": "masks"}, "content": b'{"inputs": "a", "parameters": {"top_k": NaN}}'},
+        400,
+        "parameters.top_k is no number that is taken",
+    ),
+    "too deep": (
+        {"params": {"model": "masks"}, "content": b'{"inputs": ' + b"[" * 50_000},
+        400,
+        "the body is not JSON",
+    ),
+    "a model that is no name": ({"json": {"model": {"a": 1}, "inputs": "a"}}, 404, "the model "),
     "a wrong model": (
         {"params": {"model": "nobody"}, "json": {"inputs": "a"}},
         404,
