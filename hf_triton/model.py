@@ -182,6 +182,7 @@ def start_service(
         headers=find_forwarded_headers(settings.forwarded_headers),
         tracer=tracer,
         info=task.info,
+        tokenizer=task.tokenizer,
     )
     door = DoorServer(name, int(version), take=service.take, begin_request=meter.begin_request, poller=poller)
     door.open()

@@ -302,8 +302,8 @@ class ModelSettings(BaseModel):
     models with vectors of images, false."""
 
     truncate: bool = False
-    """Default of the request parameter `truncate`: whether a text that is longer than the model's context is cut at its
-    end, in place of an error. For tasks of encoders."""
+    """Default of the request parameter `truncate`: whether a text that is longer than the model's context is cut, in
+    place of an error. For tasks of encoders."""
 
     max_batch_tokens: Annotated[int, annotated_types.Ge(16), annotated_types.Le(2**31 - 1)] | None = None
     """Maximum number of tokens of one forward pass of an encoder; a request that arrives meanwhile waits for one pass.

@@ -19,6 +19,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from hf_triton.errors import clip
+from hf_triton.openai.bodies import named_model
 from hf_triton.openai.disconnect import run_while_connected
 from hf_triton.openai.errors import RESPONSES, ApiError
 from hf_triton.openai.fields import IGNORED, Fields, Ignored
@@ -34,6 +35,8 @@ router = APIRouter()
 FILE: Final = "file"
 TASK: Final = "task"
 GRANULARITIES: Final = "timestamp_granularities"
+FILE_TYPES: Final = ("audio/", "video/", "application/octet-stream")
+"""Of a body that is the file itself."""
 MAX_FIELDS: Final = 32
 MAX_FIELD_LENGTH: Final = 64 << 10
 FORMATS: Final = {
@@ -54,7 +57,7 @@ class SpeechFields(Fields):
         return {FILE, *cls.model_fields}
 
     model: Annotated[str, annotated_types.MinLen(1)]
-    """One of `/v1/models`."""
+    """One of `/v1/models`; by default the only one for speech, or `--default-model`."""
 
     prompt: str | None = None
     """Text as it may stand before the audio's: names and words to expect, and a style."""
@@ -147,27 +150,36 @@ class _Parser(MultiPartParser):
 
 
 async def _read_form(request: Request, fields: type[AnyFields]) -> tuple[AnyFields, bytes]:
-    """The fields of a form, and its file.
+    """The fields of a form, and its file; of a body that is the file itself, those of the query.
 
     Raises:
-        ApiError: It is no form, has no file, or a field is wrong.
+        ApiError: It is no form and no audio, has no file, or a field is wrong.
     """
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "multipart/form-data":
-        raise ApiError(415, "the body must be a form with a file: send it as multipart/form-data")
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "multipart/form-data" and not media_type.startswith(FILE_TYPES):
+        message = "the body must be a form with a file: send it as multipart/form-data, or the file alone as audio/..."
+        raise ApiError(415, message)
     try:
         body = b"".join([piece async for piece in request.stream()])
     except ClientDisconnect:
         raise ApiError(499, "the client disconnected", code="cancelled") from None
+    if media_type != "multipart/form-data":
+        values = {name: _read(name, value) for name, value in request.query_params.items()}
+        return await _checked(request, fields, values), body
     async with AsyncExitStack() as stack:
         form = await _parse_form(request, body)
         stack.push_async_callback(form.close)
         values = dict(_values(form, fields.known()))
         file = values.pop(FILE, None)
-        checked = fields.model_validate(values)
+        checked = await _checked(request, fields, values)
         if not isinstance(file, UploadFile):
             message = f"{FILE} is required: send the audio as a file with a name"
             raise ApiError(400, message, param=FILE, code="missing_required_parameter")
         return checked, await file.read()
+
+
+async def _checked(request: Request, fields: type[AnyFields], values: dict[str, object]) -> AnyFields:
+    return fields.model_validate({**values, "model": await named_model(request, values.get("model"), SPEECH)})
 
 
 async def _parse_form(request: Request, body: bytes) -> FormData:

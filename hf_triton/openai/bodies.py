@@ -40,6 +40,8 @@ JSON_DEPTH: Final = 5
 """Levels of an answer that are written one by one, down to a token's log probabilities or a vector."""
 UNNAMED: Final = (None, "", "dummy", "tgi")
 """Names of no model: absent, and what huggingface_hub and TGI's clients send to a server of one model."""
+ANY_TASK: Final = ""
+"""In place of a task that a model must do."""
 _THREADS: Final = RunVar[CapacityLimiter]("hf_triton_threads")
 """Of one event loop: one thread, since with more, the loop would wait for each of them in turn."""
 
@@ -99,17 +101,27 @@ class JsonRequest(Request):
         if self._model is None or not isinstance(value, dict):
             return value
         task = getattr(self._model, "task_of_model", None)
-        if task is not None and value.get("model") in UNNAMED:
-            value["model"] = await self._default_model(value.get("model"), task)
+        if task is not None:
+            value["model"] = await named_model(self, value.get("model"), task)
         return await beside_loop(self, self._model.model_validate, value)
 
-    async def _default_model(self, placeholder: str | None, task: str) -> str:
-        """The model of a request that names none, or a client's placeholder that is no model here."""
-        gateway = self.app.state.gateway
-        if placeholder and any(model.name == placeholder for model in await gateway.models.models()):
-            return placeholder
-        given = self.query_params.get("model")
-        return given or str((await gateway.models.only(task, gateway.config.default_model)).name)
+
+async def named_model(request: Request, name: Any, task: str) -> Any:
+    """The model that a body names, else the query; the default, if that is none or a placeholder that is no model here.
+
+    Args:
+        request: The request.
+        name: Of the body.
+        task: What the model must do if it is not named, or ANY_TASK.
+
+    Raises:
+        ApiError: There is no default.
+    """
+    gateway = request.app.state.gateway
+    for given in (name, request.query_params.get("model")):
+        if given not in UNNAMED or (given and any(model.name == given for model in await gateway.models.models())):
+            return given
+    return str((await gateway.models.only(task or None, gateway.config.default_model)).name)
 
 
 def _parse(body: bytes) -> Any:

@@ -44,7 +44,7 @@ from hf_triton.protocol.thinking import SWITCHES
 router = APIRouter(route_class=JsonRoute)
 TEXT_OPTIONS: Final = ("tools", "tool_choice", "chat_template_kwargs", "reasoning_effort")
 PREFIXES: Final = ("prefix", "partial")
-"""What other servers call a last message that the model continues: `continue_final_message` here."""
+"""What Mistral, DeepSeek and Moonshot call a last message that the model continues, in that message."""
 BOOLEAN_OPTIONS: Final = ("parallel_tool_calls", "add_generation_prompt", "continue_final_message")
 RETURNS: Final = (*("message", "finish_reason", "stop_string", "num_reasoning_tokens"), *COUNTS)
 
@@ -161,10 +161,13 @@ class ChatRequest(GenerationFields):
         options: dict[str, bool | int | str] = {
             name: value for name in BOOLEAN_OPTIONS if (value := getattr(self, name)) is not None
         }
+        last = self.messages[-1]
+        if last.get("role") == ASSISTANT and any(last.get(name) is True for name in PREFIXES):
+            options.setdefault("continue_final_message", True)
         for message in self.messages:
-            is_past = message.get("role") == ASSISTANT  # which has fields of its server's
-            for name in filter(message.get, PREFIXES) if is_past else unknown_fields(message):
-                pass_over(f"messages.{name}")
+            for name in unknown_fields(message):
+                if not (message is last and name in PREFIXES and options.get("continue_final_message")):
+                    pass_over(f"messages.{name}")
             parts = message.get("content") if message.get("role") == TOOL else None
             for part_type in filter(None, map(hidden_type, parts if isinstance(parts, list) else ())):
                 pass_over(f"messages.content.{part_type}")

@@ -64,16 +64,15 @@ class EmbedRequest(EncoderFields):
     output_dimension: Annotated[int, annotated_types.Ge(1), annotated_types.Le(2**31 - 1)] | None = None
     """To how many dimensions a vector is cut; for models that were trained so."""
 
-    truncate: Literal["NONE", "END"] = "END"  # type: ignore[assignment]
-    """Whether a text that is longer than the model's context is cut at its END or refused (NONE)."""
+    truncate: bool | Literal["NONE", "START", "END"] | None = "END"
+    """Whether a text that is longer than the model's context is cut at its START or its END, or refused (NONE)."""
 
 
 @router.post("/v2/embed", responses=COHERE_RESPONSES, response_model=dict[str, Any])
 async def embed(body: EmbedRequest, request: Request) -> Response:
     """Vectors of texts."""
     texts = await beside_loop(request, _texts, body)
-    cut = body.model_copy(update={"truncate": body.truncate == "END"})
-    outputs = await _encode(request, cut, texts)
+    outputs = await _encode(request, body, texts)
     return await json_response(size_of(outputs), _answer, body, request_id_of(request), texts, outputs)
 
 
@@ -136,7 +135,7 @@ FORMS: Final[Mapping[str, Callable[[Vectors], Any]]] = {
 @router.post("/v2/rerank", responses=COHERE_RESPONSES, response_model=dict[str, Any])
 async def rerank_v2(body: RerankRequest, request: Request) -> Response:
     """Documents by their score for a query; those that are too long are cut, unless `truncate` is false."""
-    answer = await ranked(body.model_copy(update={"truncate": body.truncate is not False}), request)
+    answer = await ranked(body if body.truncate is not None else body.model_copy(update={"truncate": True}), request)
     return await json_response(len(await request.body()), dict, answer, meta=_meta(search_units=1))
 
 

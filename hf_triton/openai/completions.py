@@ -248,14 +248,20 @@ class _ChoiceStream:
         self._prompt_ids: list[int] | None = None
         """Of the stream's first response, in which other choices may have text and this one none."""
         self._offsets = TextOffsets()
-        self._echo: list[str] = []
-        """The text so far, if its log probabilities are told at the end: the prompt's come first."""
+        self._is_scored = not (body.echo and body.logprobs is not None)
+        """Whether the prompt's log probabilities are told, or not asked for. Others come behind them."""
+        self._scores: list[Any] | None = None
+        """Those of the prompt."""
+        self._echo = ""
+        """The text that waits for them: those of a long prompt come in the last response alone."""
 
     def chunk(self, outputs: Outputs) -> bytes:
         """The chunk of a response; empty if it has nothing new."""
         text, is_last = text_of(outputs, self._index), "finish_reason" in outputs
         if self._prompt_ids is None and self._body.return_token_ids:
             self._prompt_ids = json_output(outputs, "prompt_token_ids", self._index)
+        if not self._is_scored and self._scores is None:
+            self._scores = json_output(outputs, "prompt_logprobs", self._index)
         if not (text or is_last):
             self._tokens.read(outputs)
             return b""
@@ -265,7 +271,7 @@ class _ChoiceStream:
         choice: dict[str, Any] = {
             "index": self._number,
             "text": text,
-            "logprobs": self._logprobs(outputs, text, is_last=is_last),
+            "logprobs": self._logprobs(text, is_last=is_last),
             "finish_reason": finish_reason_of(outputs, self._index) if is_last else None,
         }
         if is_last:
@@ -278,17 +284,14 @@ class _ChoiceStream:
         usage = {"usage": self._tokens.usage()} if self._body.counts_continuously else {}
         return event({**self._head, **usage, "choices": [choice]}, is_small=not is_last)
 
-    def _logprobs(self, outputs: Outputs, text: str, *, is_last: bool) -> dict[str, Any] | None:
+    def _logprobs(self, text: str, *, is_last: bool) -> dict[str, Any] | None:
         if self._body.logprobs is None:
             return None
-        if self._body.echo:
-            self._echo.append(text)
-            if not is_last:
+        scores: list[Any] = []
+        if not self._is_scored:
+            self._echo += text
+            if self._scores is None and not is_last:
                 return None
-        positions = [
-            *(json_output(outputs, "prompt_logprobs", self._index) or []),
-            *self._tokens.take_positions(),
-        ]
-        if not positions:
-            return None
-        return completion_logprobs(positions, "".join(self._echo) or text, self._offsets)
+            self._is_scored, scores, text = True, self._scores or [], self._echo
+        positions = [*scores, *self._tokens.take_positions()]
+        return completion_logprobs(positions, text, self._offsets) if positions else None

@@ -6,10 +6,11 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 import annotated_types
 from fastapi import Request
+from pydantic import BeforeValidator
 from pydantic_core import to_json
 
 from hf_triton.openai.bodies import beside
@@ -20,12 +21,20 @@ from hf_triton.openai.gateway import Gateway, gateway_of, request_id_of
 from hf_triton.openai.merge import all_results
 from hf_triton.openai.triton_messages import LORA_NAME, Folder, Outputs, TextRequest, adapter_name, size_of
 from hf_triton.protocol.task_declaration import TOKEN_IDS
+from hf_triton.sentence import param
 
 BATCH_SIZE: Final = 128
 """Texts of one request to Triton, unless the folder takes fewer."""
 MAX_SIDE_BY_SIDE: Final = 2
 """Requests of one client to Triton at a time: the next one is there when a pass ends, and others get their turn."""
 NUM_TOKENS: Final = "num_input_tokens"
+SIDES: Final[Mapping[str, Literal["left", "right"]]] = {"START": "left", "END": "right"}
+"""Where Cohere's words cut."""
+
+
+def _lower(value: object) -> object:
+    """TEI's `Left` as `left`."""
+    return value.lower() if isinstance(value, str) else value
 
 
 class EncoderFields(Fields):
@@ -36,14 +45,38 @@ class EncoderFields(Fields):
     model: Annotated[str, annotated_types.MinLen(1)]
     """One of `/v1/models`; by default the only one of its task, or `--default-model`."""
 
-    truncate: bool | None = None
-    """Whether a text that is longer than the model's context is cut at its end; otherwise it is refused."""
+    truncate: bool | Literal["NONE", "START", "END"] | None = None
+    """Whether a text that is longer than the model's context is cut; otherwise it is refused. Cohere's and NIM's words
+    say where, too: `START` or `END`; `NONE` is false."""
 
-    truncate_prompt_tokens: Annotated[int, annotated_types.Ge(-1), annotated_types.Le(-1)] | None = None
-    """vLLM's form of `truncate`: -1."""
+    truncation_side: Annotated[Literal["left", "right"], BeforeValidator(_lower)] | None = None
+    """Where a text is cut: `left`, at its start, or `right`, at its end. By default as the tokenizer says, mostly
+    `right`."""
+
+    truncate_prompt_tokens: Annotated[int, annotated_types.Ge(-1), annotated_types.Le(2**31 - 1)] | None = None
+    """To how many tokens a longer text is cut, special tokens included; -1 is the model's context."""
 
     lora_name: str | None = None
     """Name of a LoRA adapter of the model. By default the one behind a colon in `model`, if there is one."""
+
+    def cutting(self) -> dict[str, bool | int | str | None]:
+        """How texts are cut, in the names of encoders' parameters.
+
+        Raises:
+            ApiError: Two fields contradict each other.
+        """
+        truncate, side = self.truncate, self.truncation_side
+        if isinstance(truncate, str):
+            own_side = SIDES.get(truncate)
+            if own_side and side and own_side != side:
+                message = f"{param('truncate')} {truncate} and {param('truncation_side')} {side} contradict each other"
+                raise ApiError(400, message, param="truncate")
+            truncate, side = own_side is not None, own_side or side
+        return {
+            "truncate": truncate,
+            "truncation_side": side,
+            "truncate_prompt_tokens": self.truncate_prompt_tokens,
+        }
 
 
 async def encode(
@@ -53,7 +86,7 @@ async def encode(
     texts: Mapping[str, Sequence[str]],
     outputs: Sequence[str],
     *,
-    parameters: Mapping[str, bool | int | str | None] | None = None,
+    parameters: Mapping[str, bool | int | float | str | None] | None = None,
     names: Mapping[str, str | None] | None = None,
     places: Sequence[int | str] | None = None,
 ) -> Outputs:
@@ -78,11 +111,8 @@ async def encode(
     own = dataclasses.replace(own, subject=own.of(longest))
     rows = range(count if count > 1 else 0) if places is None else places
     adapter = adapter_name(body.model, body.lora_name) or body.lora_name
-    given = {
-        **(parameters or {}),
-        "truncate": True if body.truncate_prompt_tokens == -1 else body.truncate,
-        LORA_NAME: adapter,
-    }
+    sources = (parameters or {}, body.cutting(), {LORA_NAME: adapter})
+    given = {name: value for source in sources for name, value in source.items() if value is not None}
 
     async def run() -> Outputs:
         folder = await gateway.models.folder(body.model, task=task)
@@ -94,7 +124,7 @@ async def encode(
                 task,
                 {name: each if len(each) == 1 else each[start : start + size] for name, each in texts.items()},
                 (*outputs, NUM_TOKENS),
-                {name: value for name, value in given.items() if value is not None},
+                given,
                 dataclasses.replace(own, rows=rows[start : start + size]),
             )
             for start in range(0, count, size)

@@ -122,8 +122,9 @@ ALIASES: Final[Mapping[str, str]] = {
     "regex": "guided_regex",
     **dict.fromkeys(("ebnf", "grammar"), "guided_grammar"),
     "json_schema": "guided_json",
+    "truncation_direction": "truncation_side",
 }
-"""Names of Ollama, llama.cpp and SGLang for our fields, where the body has those and not the field itself."""
+"""Names of Ollama, llama.cpp, SGLang and TEI for our fields, where the body has those and not the field itself."""
 OWN_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     **{own: (name,) for name, own in SAMPLING.items()},
     "max_new_tokens": ("max_tokens", "max_output_tokens"),
@@ -143,9 +144,11 @@ MEANINGS: Final[Mapping[str, str]] = {
 """What names of fields stand for at all endpoints, to suggest the one that an endpoint has."""
 GENERATION_CONFIG: Final = "generation_config"
 """What `transformers chat` sends: what to generate with, as the folder's file of this name has it."""
-AS_ABSENT: Final[Mapping[str, object]] = dict.fromkeys(
-    (*("seed", "num_predict", "n_predict"), *("max_tokens", "max_completion_tokens", "max_output_tokens")), -1
-)
+AS_ABSENT: Final[Mapping[str, object]] = {
+    **dict.fromkeys(("seed", "num_predict", "n_predict"), -1),
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"), -1),
+    "max_tokens_per_doc": 0,
+}
 """Values of numbers that mean what leaving the field out means."""
 UNSERVED: Final = frozenset(
     (
@@ -216,6 +219,7 @@ IGNORED: Final[Mapping[str, Ignored]] = {
     "function_call": Ignored(("none",), "is the former name of tool_choice"),
     **dict.fromkeys(("audio", "moderation"), Ignored()),
     "suffix": Ignored(("",), "asks for text between prompt and suffix, which these models do not write"),
+    "truncation_side": Ignored(("left",), "is left for models that generate"),
     "skip_special_tokens": Ignored((True,), "is always true"),
     "spaces_between_special_tokens": Ignored((True,), "is always true"),
     "return_tokens_as_token_ids": Ignored((False,), "is always false"),
@@ -258,7 +262,7 @@ class Fields(BaseModel):
     model_config = CONFIG
     ignored: ClassVar[Mapping[str, Ignored]] = IGNORED
     task_of_model: ClassVar[str | None] = None
-    """What the model must do that a body means which names none; None: it must name one."""
+    """What the model must do that a body means which names none, or ANY_TASK; None: it must name one."""
     is_open: ClassVar[bool] = False
     """Whether an unknown field is passed over: a whole body's, since new clients and those of other servers send fields
     that change nothing here. One that is near a known one, or means something at another endpoint, is refused."""

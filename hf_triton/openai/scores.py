@@ -34,10 +34,21 @@ class _Document(Fields):
     text: str
 
 
-class RerankRequest(EncoderFields):
-    """Cohere's and Jina's fields."""
+class ScoringFields(EncoderFields):
+    """The fields that both share."""
 
     task_of_model: ClassVar[str | None] = RERANK
+
+    max_tokens_per_doc: Annotated[int, annotated_types.Ge(1), annotated_types.Le(2**31 - 1)] | None = None
+    """To how many of its own tokens, the first ones, each longer document is cut. By default none is."""
+
+    def parameters(self) -> dict[str, int | None]:
+        """The parameters of the model's task."""
+        return {"max_tokens_per_doc": self.max_tokens_per_doc}
+
+
+class RerankRequest(ScoringFields):
+    """Cohere's and Jina's fields."""
 
     query: Annotated[str, annotated_types.MinLen(1)]
     """What the documents are to answer."""
@@ -52,10 +63,8 @@ class RerankRequest(EncoderFields):
     """Whether results hold the documents. By default they do."""
 
 
-class ScoreRequest(EncoderFields):
+class ScoreRequest(ScoringFields):
     """vLLM's fields: one of `PAIRS`."""
-
-    task_of_model: ClassVar[str | None] = RERANK
 
     text_1: str | Texts | None = None
     """One text, or as many as `text_2` has."""
@@ -84,7 +93,7 @@ class ScoreRequest(EncoderFields):
         Raises:
             ApiError: They are no pair.
         """
-        given = self.model_fields_set - EncoderFields.model_fields.keys()
+        given = self.model_fields_set - ScoringFields.model_fields.keys()
         pair = next((pair for pair in PAIRS if {*pair} == given), None)
         if pair is None:
             pairs = ", or ".join(f"{one} and {other}" for one, other in PAIRS)
@@ -103,7 +112,7 @@ async def ranked(body: RerankRequest, request: Request) -> dict[str, Any]:
     """The answer of `/v1/rerank`."""
     documents = await beside_loop(request, _read_documents, body.documents)
     texts = {"query": [body.query], "documents": text_list("documents", documents)}
-    outputs = await encode(request, body, RERANK, texts, [SCORE])
+    outputs = await encode(request, body, RERANK, texts, [SCORE], parameters=body.parameters())
     results = []
     for index, score in sorted(enumerate(outputs[SCORE]), key=lambda pair: -pair[1])[: body.top_n]:
         document = {} if body.return_documents is False else {"document": {"text": documents[index]}}
@@ -132,7 +141,8 @@ async def score(body: ScoreRequest, request: Request) -> Response:
     if len(first) not in (1, len(second)):
         raise ApiError(400, f"{one} has {len(first)} texts and {other} {len(second)}: give one, or as many", param=one)
     names = {"query": one, "documents": other}
-    outputs = await encode(request, body, RERANK, {"query": first, "documents": second}, [SCORE], names=names)
+    texts, parameters = {"query": first, "documents": second}, body.parameters()
+    outputs = await encode(request, body, RERANK, texts, [SCORE], parameters=parameters, names=names)
     data = [{"index": index, "object": "score", "score": each} for index, each in enumerate(outputs[SCORE])]
     answer = {**response_head(body, request, "score"), "data": data, "usage": usage_of(outputs)}
     return await json_response(64 * len(data), dict, answer)

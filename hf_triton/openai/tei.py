@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The endpoints of Hugging Face's Text Embeddings Inference, whose requests name no model: `/embed`, `/predict`, ...
-
-The model is the only one of the endpoint's task, or the one that the field or the query parameter `model` names.
-"""
+"""The endpoints of Hugging Face's Text Embeddings Inference, whose requests name no model: `/embed`, `/predict`, ..."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, ClassVar, Final
 
 import annotated_types
 import numpy as np
@@ -21,7 +18,7 @@ from hf_triton.openai.encoders import EncoderFields, encode, text_list, texts_or
 from hf_triton.openai.errors import TEI_PATHS, TEI_RESPONSES, ApiError
 from hf_triton.openai.fields import MAX_TEXTS, Fields, Texts, TokenIds, TokenLists
 from hf_triton.openai.gateway import gateway_of
-from hf_triton.openai.scores import SCORE, Documents, RerankRequest, rerank
+from hf_triton.openai.scores import SCORE, Documents, RerankRequest, ScoringFields, rerank
 from hf_triton.openai.triton import Model
 from hf_triton.openai.triton_messages import (
     CLASSIFICATION,
@@ -48,18 +45,10 @@ MAX_EMBED_ALL: Final = 32
 """Texts of one request for the vectors of tokens, which take a hundred times the bytes of others."""
 
 
-class TeiFields(EncoderFields):
-    """The fields that its requests share."""
-
-    model: str = ""
-    """One of `/v1/models`. By default the only one of the endpoint's task."""
-
-    truncation_direction: Literal["right", "Right"] = "right"
-    """Where a text is cut: at its end."""
-
-
-class EmbedRequest(TeiFields):
+class EmbedRequest(EncoderFields):
     """Texts for vectors."""
+
+    task_of_model: ClassVar[str | None] = EMBEDDINGS
 
     inputs: str | Texts | TokenIds | TokenLists
     """A text, token ids, or a list of them."""
@@ -74,15 +63,19 @@ class EmbedRequest(TeiFields):
     """To how many dimensions a vector is cut; for models that were trained so."""
 
 
-class EmbedAllRequest(TeiFields):
+class EmbedAllRequest(EncoderFields):
     """Texts for the vectors of their tokens."""
+
+    task_of_model: ClassVar[str | None] = FEATURES
 
     inputs: str | Annotated[list[str], annotated_types.MaxLen(MAX_EMBED_ALL)]
     """A text, or a list of them."""
 
 
-class EmbedSparseRequest(TeiFields):
+class EmbedSparseRequest(EncoderFields):
     """Texts for sparse vectors."""
+
+    task_of_model: ClassVar[str | None] = SPARSE
 
     inputs: str | Texts
     """A text, or a list of them."""
@@ -91,8 +84,10 @@ class EmbedSparseRequest(TeiFields):
     """Name of the prompt that the model puts before each text, such as `query`."""
 
 
-class PredictRequest(TeiFields):
+class PredictRequest(EncoderFields):
     """Texts, or pairs of texts, for labels."""
+
+    task_of_model: ClassVar[str | None] = CLASSIFICATION
 
     inputs: str | Annotated[list[str | list[str]], annotated_types.MaxLen(MAX_TEXTS)]
     """A text, a pair of texts, or a list of lists that hold one or two texts."""
@@ -101,7 +96,7 @@ class PredictRequest(TeiFields):
     """Whether scores are the model's logits."""
 
 
-class RankRequest(TeiFields):
+class RankRequest(ScoringFields):
     """A query, and texts to be ranked."""
 
     query: Annotated[str, annotated_types.MinLen(1)]
@@ -128,35 +123,21 @@ class _Sentences(Fields):
     sentences: Texts
 
 
-class SimilarityRequest(TeiFields):
+class SimilarityRequest(EncoderFields):
     """A sentence, and others to compare with it."""
+
+    task_of_model: ClassVar[str | None] = EMBEDDINGS
 
     inputs: dict[str, Any]
     """`source_sentence`, and the list `sentences`."""
 
 
-async def _encode(
-    request: Request,
-    body: TeiFields,
-    task: str,
-    texts: Mapping[str, Sequence[str]],
-    outputs: Sequence[str],
-    **more: Any,
-) -> Outputs:
-    """As `encode`, with the only model of the task if the body names none."""
-    gateway = gateway_of(request)
-    name = body.model or request.query_params.get("model")
-    name = name or (await gateway.models.only(task, gateway.config.default_model)).name
-    return await encode(request, body.model_copy(update={"model": name}), task, texts, outputs, **more)
-
-
-@router.post("/", include_in_schema=False)
 @router.post("/embed", responses=TEI_RESPONSES, response_model=list[list[float]])
 async def embed(body: EmbedRequest, request: Request) -> Response:
     """Vectors of texts."""
     name, texts = texts_or_tokens("inputs", body.inputs)
     parameters = {"normalize": body.normalize, "prompt_name": body.prompt_name, "dimensions": body.dimensions}
-    outputs = await _encode(
+    outputs = await encode(
         request, body, EMBEDDINGS, {name: texts}, [EMBEDDING], parameters=parameters, names={name: "inputs"}
     )
     return await json_response(size_of(outputs), _rows, outputs[EMBEDDING], len(texts))
@@ -166,7 +147,7 @@ async def embed(body: EmbedRequest, request: Request) -> Response:
 async def embed_all(body: EmbedAllRequest, request: Request) -> Response:
     """The vectors of each text's tokens, before pooling; by a folder of the task feature-extraction."""
     texts = {"text": text_list("inputs", body.inputs)}
-    outputs = await _encode(request, body, FEATURES, texts, [JSON_OUTPUT], names={"text": "inputs"})
+    outputs = await encode(request, body, FEATURES, texts, [JSON_OUTPUT], names={"text": "inputs"})
     return Response(await beside(size_of(outputs), _vectors, outputs), media_type="application/json")
 
 
@@ -180,7 +161,7 @@ async def embed_sparse(body: EmbedSparseRequest, request: Request) -> Response:
     """Sparse vectors of texts: weights of tokens of the vocabulary."""
     texts, parameters = {"text": text_list("inputs", body.inputs)}, {"prompt_name": body.prompt_name}
     names = {"text": "inputs"}
-    outputs = await _encode(request, body, SPARSE, texts, [JSON_OUTPUT], parameters=parameters, names=names)
+    outputs = await encode(request, body, SPARSE, texts, [JSON_OUTPUT], parameters=parameters, names=names)
     return await json_response(size_of(outputs), _sparse, outputs)
 
 
@@ -199,7 +180,7 @@ async def similarity(body: SimilarityRequest, request: Request) -> Response:
     texts = [*sentences, *text_list("inputs.source_sentence", source)]
     places = [*(f"sentences[{index}]" for index in range(len(sentences))), "source_sentence"]
     parameters, names = {"normalize": True}, {"text": "inputs"}
-    outputs = await _encode(
+    outputs = await encode(
         request, body, EMBEDDINGS, {"text": texts}, [EMBEDDING], parameters=parameters, names=names, places=places
     )
     return await json_response(size_of(outputs), _cosines, outputs, len(texts))
@@ -222,7 +203,7 @@ async def predict(body: PredictRequest, request: Request) -> Response:
             continue
         texts = {name: [entries[row][side] for row in rows] for side, name in enumerate(("text", "text_pair")[:size])}
         names = dict.fromkeys(texts, "inputs")
-        outputs = await _encode(
+        outputs = await encode(
             request,
             body,
             CLASSIFICATION,
@@ -232,14 +213,14 @@ async def predict(body: PredictRequest, request: Request) -> Response:
             names=names,
             places=rows if is_batch else (),
         )
-        found = await beside(size_of(outputs), _predictions, outputs, len(rows))
-        for row, predictions in zip(rows, found, strict=True):
-            answers[row] = predictions
+        found = await beside(size_of(outputs), predictions, outputs, len(rows))
+        for row, labels in zip(rows, found, strict=True):
+            answers[row] = labels
     num_bytes = 64 * sum(map(len, answers))  # a label with its score
     return await json_response(num_bytes, list, answers if is_batch else answers[0])
 
 
-def _predictions(outputs: Outputs, num_rows: int) -> list[list[dict[str, Any]]]:
+def predictions(outputs: Outputs, num_rows: int) -> list[list[dict[str, Any]]]:
     """The labels of each row with their scores, the best first."""
     labels, scores = (_rows(outputs[name], num_rows) for name in ALL)
     pairs = (zip(*row, strict=True) for row in zip(scores, labels, strict=True))
@@ -281,8 +262,8 @@ async def _ranks(request: Request, body: RankRequest, given: Sequence[str]) -> l
         if name in body.model_fields_set:
             raise ApiError(400, f"{name} is of another form of this request than texts: leave one out", param=name)
     texts = {"query": [body.query], "documents": text_list("texts", given)}
-    parameters, names = {"raw_scores": body.raw_scores}, {"documents": "texts"}
-    outputs = await _encode(request, body, RERANK, texts, [SCORE], parameters=parameters, names=names)
+    parameters, names = {"raw_scores": body.raw_scores, **body.parameters()}, {"documents": "texts"}
+    outputs = await encode(request, body, RERANK, texts, [SCORE], parameters=parameters, names=names)
     ranks = sorted(enumerate(outputs[SCORE]), key=lambda pair: -pair[1])
     return [
         {"index": index, "score": score, **({"text": given[index]} if body.return_text else {})}

@@ -1,35 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`POST /tokenize` and `/detokenize`, in vLLM's forms; the model's own tokenizer answers."""
+"""`POST /tokenize` and `/detokenize`, and `GET /tokenizer_info`, in vLLM's forms; the model's own tokenizer answers."""
 
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Final
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Final
 
 import annotated_types
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from hf_triton.errors import clip
 from hf_triton.openai.answers import json_output, text_of
-from hf_triton.openai.bodies import JsonRoute, json_response
+from hf_triton.openai.bodies import ANY_TASK, JsonRoute, beside_loop, json_response
+from hf_triton.openai.client_names import ClientNames
 from hf_triton.openai.disconnect import run_while_connected
+from hf_triton.openai.encoders import NUM_TOKENS
 from hf_triton.openai.errors import ApiError
 from hf_triton.openai.fields import Fields, Messages, TokenIds, Tools
 from hf_triton.openai.gateway import gateway_of, request_id_of
 from hf_triton.openai.hints import pass_over
-from hf_triton.openai.triton_messages import Generation, Outputs, size_of
+from hf_triton.openai.triton_messages import TEXT_GENERATION, Folder, Generation, Outputs, TextRequest, size_of
 from hf_triton.protocol.custom_tools import hosted_type
 from hf_triton.protocol.names import JSON_OUTPUT
+from hf_triton.protocol.tokenizer_request import TOKENIZER_REQUEST
 
 router = APIRouter(route_class=JsonRoute)
 OPTIONS: Final = ("add_special_tokens", "add_generation_prompt", "continue_final_message")
 
 
-class TokenizeRequest(Fields):
-    """The body of `/tokenize`: a prompt or messages."""
+class _TokenFields(Fields):
+    task_of_model: ClassVar[str | None] = ANY_TASK
 
     model: Annotated[str, annotated_types.MinLen(1)]
-    """One of `/v1/models`."""
+    """One of `/v1/models`; by default the only one, or `--default-model`."""
+
+
+class TokenizeRequest(_TokenFields):
+    """The body of `/tokenize`: a prompt or messages."""
 
     prompt: str | None = None
     """A text."""
@@ -57,11 +66,8 @@ class TokenizeRequest(Fields):
     """Variables for the model's chat template."""
 
 
-class DetokenizeRequest(Fields):
+class DetokenizeRequest(_TokenFields):
     """The body of `/detokenize`."""
-
-    model: Annotated[str, annotated_types.MinLen(1)]
-    """One of `/v1/models`."""
 
     tokens: TokenIds
     """Token ids."""
@@ -73,6 +79,15 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         param = None if body.prompt is None else "prompt"
         raise ApiError(400, "give either prompt or messages", param=param, code="invalid_parameter")
+    more = {} if body.return_token_strs else {"token_strs": None}
+    folder = await gateway_of(request).models.folder(body.model, task=None)
+    if folder.task != TEXT_GENERATION:
+        if body.prompt is None:
+            message = f"messages is for models that generate text, and '{body.model}' is for {folder.task}: give prompt"
+            raise ApiError(400, message, param="messages", code="invalid_parameter")
+        asked = {"text": body.prompt, "add_special_tokens": body.add_special_tokens is not False}
+        outputs = await _ask_tokenizer(request, body.model, folder, asked, names={"text": "prompt"})
+        return await json_response(size_of(outputs), lambda: json_output(outputs, JSON_OUTPUT, 0) | more)
     options: dict[str, bool | int | str] = {
         name: value for name in OPTIONS if (value := getattr(body, name)) is not None
     }
@@ -83,7 +98,6 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         pass_over(f"tools.{kind}")
     prompt: dict[str, Any] = {"messages": body.messages} if body.messages else {"prompts": [body.prompt]}
     outputs = await _run(request, body, options, returns=(JSON_OUTPUT,), **prompt)
-    more = {} if body.return_token_strs else {"token_strs": None}
     return await json_response(size_of(outputs), lambda: json_output(outputs, JSON_OUTPUT, 0) | more)
 
 
@@ -92,8 +106,45 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     """The text of token ids."""
     if not body.tokens:
         return await json_response(0, dict, prompt="")
+    folder = await gateway_of(request).models.folder(body.model, task=None)
+    if folder.task != TEXT_GENERATION:
+        outputs = await _ask_tokenizer(request, body.model, folder, {"tokens": body.tokens})
+        return await json_response(size_of(outputs), json_output, outputs, JSON_OUTPUT, 0)
     outputs = await _run(request, body, {}, returns=(), prompt_token_ids=body.tokens)
     return await json_response(size_of(outputs), dict, prompt=text_of(outputs, 0))
+
+
+@router.get("/tokenizer_info", response_model=dict[str, Any])
+async def tokenizer_info(request: Request, model: str | None = None) -> Response:
+    """The configuration of a model's tokenizer: its class, special tokens and chat template."""
+    gateway = gateway_of(request)
+    name = model or (await gateway.models.only(None, gateway.config.default_model, way="by ?model=NAME")).name
+    outputs = await _ask_tokenizer(request, name, await gateway.models.folder(name, task=None), {})
+    return await json_response(size_of(outputs), json_output, outputs, JSON_OUTPUT, 0)
+
+
+async def _ask_tokenizer(
+    request: Request, model: str, folder: Folder, asked: Mapping[str, object], names: Mapping[str, str] | None = None
+) -> Outputs:
+    """What a model's tokenizer answers, see `hf_triton.protocol.tokenizer_request`.
+
+    Raises:
+        ApiError: Its process does not know such questions, or refuses this one.
+    """
+    if folder.task is None or not {JSON_OUTPUT, NUM_TOKENS} <= folder.outputs:
+        message = f"the model {clip(model)} is of another library, whose tokenizer cannot be asked"
+        raise ApiError(400, message, param="model", code="unsupported_parameter")
+    inputs = folder.required or (sorted(folder.inputs)[:1] if folder.max_batch_size else ())
+    question = TextRequest(
+        model,
+        request_id_of(request),
+        folder.task,
+        {name: [""] * folder.fixed_sizes.get(name, 1) for name in inputs},  # which are not read
+        [JSON_OUTPUT],
+        {TOKENIZER_REQUEST: await beside_loop(request, json.dumps, asked)},
+        ClientNames(names or {}),
+    )
+    return await run_while_connected(request.receive, gateway_of(request).models.generate(question))
 
 
 async def _run(

@@ -151,7 +151,9 @@ class TritonModels:
         await asyncio.shield(self._list())
         return self._folders
 
-    async def only(self, task: str | None, default: str | None = None, way: str = "in the field model") -> Model:
+    async def only(
+        self, task: str | None, default: str | None = None, way: str = "in the field model, or by ?model=NAME"
+    ) -> Model:
         """The model of a request that names none: the default, or the only one of a task, or of all.
 
         Args:
@@ -253,8 +255,13 @@ class TritonModels:
             return model_not_found(name, self._models)
         return ApiError(503, f"the model {clip(name)} was unloaded: send the request again later", code="not_loaded")
 
-    async def folder(self, name: str, *, task: str = TEXT_GENERATION, is_stream: bool = False) -> Folder:
+    async def folder(self, name: str, *, task: str | None = TEXT_GENERATION, is_stream: bool = False) -> Folder:
         """The folder that answers a model's requests; with loading on demand, as it was when it was last loaded.
+
+        Args:
+            name: The model's.
+            task: What it must do; None: anything.
+            is_stream: Whether it is to stream.
 
         Raises:
             ApiError: The model does not exist, has another task or does not stream, or Triton cannot be reached.
@@ -267,7 +274,7 @@ class TritonModels:
             return folder
         return await self._loaded(name, lambda timeout_s: self._folder(name, task, is_stream=is_stream))
 
-    async def _folder(self, name: str, task: str, *, is_stream: bool) -> Folder:
+    async def _folder(self, name: str, task: str | None, *, is_stream: bool) -> Folder:
         model = await self._model(name)
         _check_task(model.folder, task)
         if not is_stream:
@@ -541,13 +548,13 @@ def _last(responses: Sequence[Outputs]) -> Outputs:
     return responses[-1]
 
 
-def _check_task(folder: Folder, task: str) -> None:
+def _check_task(folder: Folder, task: str | None) -> None:
     """Refuse a request to a model of another task.
 
     Raises:
         ApiError: Says where such a model is asked.
     """
-    if folder.task in (task, None):
+    if task is None or folder.task in (task, None):
         return
     raise ApiError(
         400,

@@ -46,6 +46,8 @@ SPARSE: Final = "sparse-embeddings"
 FEATURES: Final = "feature-extraction"
 SPEECH: Final = "automatic-speech-recognition"
 IMAGE_CLASSIFICATION: Final = "image-classification"
+QUESTION_ANSWERING: Final = "question-answering"
+ZERO_SHOT: Final = "zero-shot-classification"
 EMBEDDING: Final = "embedding"
 """The output of a model for embeddings."""
 ENDPOINTS: Final[Mapping[str, str]] = {
@@ -59,6 +61,8 @@ ENDPOINTS: Final[Mapping[str, str]] = {
     FEATURES: "/embed_all",
     SPEECH: "/v1/audio/transcriptions",
     IMAGE_CLASSIFICATION: "/v1/classify with images",
+    QUESTION_ANSWERING: "/",
+    ZERO_SHOT: "/",
 }
 """Where models of each task are asked."""
 TASKS: Final[Mapping[str, str | None]] = {
@@ -288,7 +292,7 @@ def infer_request(folder: Folder, request: Generation | TextRequest, *, is_strea
 
 def _add_texts(message: Any, folder: Folder, request: TextRequest) -> dict[str, object]:
     """Add the texts and the wanted outputs of a request to an encoder; returns its parameters."""
-    num_rows = max(map(len, request.texts.values()))
+    num_rows = max(map(len, request.texts.values()), default=1)
     for name, texts in request.texts.items():
         declared = declared_input(name, folder.inputs, folder.required)
         if declared is None:

@@ -27,7 +27,7 @@ from hf_triton.protocol.custom_tools import (
     hosted_type,
 )
 from hf_triton.protocol.names import MESSAGES
-from hf_triton.protocol.past import MAX_DEPTH, is_deep, read_assistant_message
+from hf_triton.protocol.past import MAX_DEPTH, READ, is_deep, read_assistant_message
 from hf_triton.protocol.tool_choice import ForcedCall, allowed_tools, forced_call, read_tool_choice
 from hf_triton.protocol.validation import is_slip, parse_json, problems, suggest, validated
 from hf_triton.sentence import param, param_list
@@ -368,7 +368,14 @@ def _parse_message(name: str, value: object) -> dict[str, Any]:
 
 def unknown_fields(message: Mapping[str, object]) -> list[str]:
     """The fields of a message that no chat template reads (`id`, `cache_control`): they are passed over."""
-    return [name for name, value in message.items() if value is not None and name not in _Message.model_fields]
+    known = _Message.model_fields
+    if message.get("role") == ASSISTANT:
+        return [
+            name
+            for name, value in message.items()
+            if value not in (None, False, [], {}) and name not in {*known, *READ}
+        ]
+    return [name for name, value in message.items() if value is not None and name not in known]
 
 
 def unseen(kind: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from hf_triton.errors import RequestError, clip
-from hf_triton.protocol.task_declaration import NUM_TOKENS, TaskOutput
+from hf_triton.protocol.task_declaration import NUM_TOKENS, TaskOptions, TaskOutput
 from hf_triton.protocol.tensors import Array, decode_string, encode_strings
 from hf_triton.protocol.validation import parse_json
 from hf_triton.sentence import param
@@ -29,7 +29,7 @@ VLLM_OUTPUTS: Final = {
     ),
     "num_output_tokens": TaskOutput("TYPE_UINT32", "0, for `embedding_request`", by_default=False),
 }
-OPTIONS: Final = ("dimensions", "prompt_name", "normalize", "truncate")
+OPTIONS: Final = ("dimensions", "prompt_name", "normalize", *TaskOptions.model_fields)
 PASSED_OVER: Final = ("model", "user", "encoding_format")
 """What OpenAI's requests hold beside: the frontend uses it."""
 

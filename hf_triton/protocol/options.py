@@ -13,6 +13,7 @@ from hf_triton.protocol.chat import ChatOptions
 from hf_triton.protocol.model_info import MODEL_INFO
 from hf_triton.protocol.names import CANCEL
 from hf_triton.protocol.parameters import GenerationParameters
+from hf_triton.protocol.tokenizer_request import TOKENIZER_REQUEST
 from hf_triton.protocol.validation import validated
 
 
@@ -45,6 +46,11 @@ class RequestOptions(BaseModel):
     model_info: bool | None = None
     """Whether to answer, at once and in the output `output`, what the model is: a JSON object of its task, context
     length, engine, dtype, memory and chat template. Nothing else is done, and the request is not counted."""
+
+    tokenizer_request: str | None = None
+    """A question to the tokenizer, of a model of any task: JSON text, answered as JSON in the output `output`.
+    `{"text": "...", "add_special_tokens": true}` asks for a text's tokens, `{"tokens": [...]}` for the text of tokens,
+    `{}` for the tokenizer's configuration. Nothing else is done, and the request is not counted."""
 
     return_finish_reason: bool | None = None
     """Whether to fill the output `finish_reason`: `stop` (end-of-sequence token or stop string), `length`
@@ -113,7 +119,7 @@ PARAMETERS: Final[Mapping[str, type[BaseModel]]] = {
     name: model for model in (RequestOptions, ChatOptions, GenerationParameters) for name in model.model_fields
 }
 """Every request parameter and the model that declares it."""
-BEFORE_INPUTS: Final = (CANCEL, MODEL_INFO)
+BEFORE_INPUTS: Final = (CANCEL, MODEL_INFO, TOKENIZER_REQUEST)
 """Never inputs: they are read before tensors are."""
 OPTIONS: Final = frozenset(RequestOptions.model_fields)
 CHAT_OPTIONS: Final = frozenset(ChatOptions.model_fields)

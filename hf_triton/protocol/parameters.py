@@ -30,6 +30,7 @@ from hf_triton.protocol.structured_output import (
     check_response_format,
     read_guides,
     read_object,
+    read_response_format,
 )
 from hf_triton.protocol.validation import (
     MAX_ENTRIES,
@@ -165,7 +166,7 @@ class GenerationParameters(BaseModel):
     """End-of-sequence token ids to use instead of the model's own."""
 
     response_format: (
-        Annotated[dict[str, Any], BeforeValidator(read_object), AfterValidator(check_response_format)] | None
+        Annotated[dict[str, Any], BeforeValidator(read_response_format), AfterValidator(check_response_format)] | None
     ) = None
     """Output format as in OpenAI's API: `{"type": "json_schema", "json_schema": {"schema": {...}}}` gives JSON that the
     schema allows, `{"type": "json_object"}` any JSON object, `{"type": "text"}` any text. An output that is whole has
@@ -230,7 +231,8 @@ class GenerationParameters(BaseModel):
     prompt_logprobs: Annotated[int, annotated_types.Ge(0), annotated_types.Le(MAX_LOGPROBS)] | None = None
     """Fills the output `prompt_logprobs`: a JSON array with one object per prompt token, like those of `logprobs`, with
     the token itself and this many most likely ones; `null` for the first token, and instead of the array for a prompt
-    without this parameter. A stream sends it in its last response. To score a prompt, set `max_new_tokens` to 1.
+    without this parameter. A stream has it in its last response and, of a prompt of up to 256 tokens, beside the text
+    with which a completion begins. To score a prompt, set `max_new_tokens` to 1.
     Encoder-decoder models reject it."""
 
     truncate_prompt_tokens: Annotated[int, annotated_types.Ge(-1), annotated_types.Le(2**31 - 1)] | None = None

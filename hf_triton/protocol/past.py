@@ -22,6 +22,8 @@ REASONING_NAMES: Final = (REASONING, "reasoning")
 THOUGHT_PARTS: Final = ("thinking", "reasoning")
 """Types of parts of a content that hold reasoning, in a field of this name or in `text`."""
 FIELDS: Final = ("role", "content", REASONING, "tool_calls", "name")
+READ: Final = (*FIELDS, *REASONING_NAMES, "refusal", "function_call")
+"""The fields that are read; those beside `FIELDS` become one of them."""
 
 
 def read_assistant_message(message: Mapping[str, Any]) -> dict[str, Any]:

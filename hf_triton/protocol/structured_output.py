@@ -62,6 +62,9 @@ TENSORRT_GUIDES: Final[Mapping[str, str]] = {
 """The values of TensorRT-LLM's `guided_decoding_guide_type`, and what `guided_decoding_guide` is with them."""
 
 
+FORMATS: Final = (
+    'an object: {"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": {"schema": {...}}}'
+)
 SCHEMA_PLACES: Final = ("schema", "value", "response_schema")
 """Where other servers' forms of `response_format` have the schema."""
 
@@ -88,6 +91,14 @@ def read_object(value: object, info: ValidationInfo) -> object:
     return parsed if isinstance(parsed, dict) else value
 
 
+def read_response_format(value: object, info: ValidationInfo) -> object:
+    """As `read_object`; what is no object is told the allowed forms."""
+    read = read_object(value, info)
+    if not isinstance(read, dict):
+        raise ValueError(f"{param('response_format')} must be {FORMATS}, got {clip(value)}")
+    return read
+
+
 def check_response_format(value: dict[str, Any]) -> dict[str, Any]:
     """A `response_format` in OpenAI's form; a schema may stand where other servers' clients write it.
 
@@ -104,8 +115,9 @@ def check_response_format(value: dict[str, Any]) -> dict[str, Any]:
             schema = schema["schema"]  # TGI has OpenAI's object there
         return {"type": "json_schema", "json_schema": {"schema": schema}}
     if kind not in ("text", "json_object", "json_schema"):
+        found = clip(kind) if "type" in value else "none"
         raise ValueError(
-            f"{param('response_format')} must be of type `text`, `json_object` or `json_schema`, got {clip(kind)}"
+            f"{param('response_format')} must be of type `text`, `json_object` or `json_schema`, got {found}"
             + remedy(f"; for other formats use {param_list(GRAMMARS[2:4])} or {param(GRAMMARS[4])}")
         )
     _check_names(value, {"type", "json_schema"} if kind == "json_schema" else {"type"})
@@ -122,10 +134,13 @@ def check_response_format(value: dict[str, Any]) -> dict[str, Any]:
 
 def _check_names(value: Mapping[str, object], known: set[str]) -> None:
     unknown = sorted(value.keys() - known)
+    if unknown and unknown[0] in SCHEMA_PLACES and not isinstance(value[unknown[0]], dict):
+        place = param(f"response_format.{unknown[0]}")
+        raise ValueError(f"{place} must be a JSON schema, an object, got {clip(value[unknown[0]])}")
     if unknown:
         hint = ": put it into json_schema" if unknown[0] == "schema" and "json_schema" in known else ""
         names = ", ".join(sorted(known))
-        raise ValueError(f"{param('response_format')} must be made of {names}, got {clip(unknown[0])}{hint}")
+        raise ValueError(f"{param('response_format')} has no field {clip(unknown[0])}{hint}; it is made of {names}")
 
 
 # --- other servers' forms --------------------------------------------------------------------------------------------

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal
 
+import annotated_types
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
@@ -95,8 +96,16 @@ class TaskOptions(DeclaredOptions):
     """Request parameters that every task of an encoder takes. Subclass it to add some."""
 
     truncate: bool | None = None
-    """Whether a text that is longer than the model's context is cut at its end; otherwise it is refused. By default the
-    folder's setting `truncate`."""
+    """Whether a text that is longer than the model's context is cut; otherwise it is refused. By default the folder's
+    setting `truncate`."""
+
+    truncation_side: Literal["left", "right"] | None = None
+    """Where a text is cut: `left`, at its start, or `right`, at its end. By default as the tokenizer's files say, which
+    mostly is `right`."""
+
+    truncate_prompt_tokens: Annotated[int, annotated_types.Ge(-1), annotated_types.Le(2**31 - 1)] | None = None
+    """To how many tokens a longer text is cut, special tokens included; -1 is the model's context, as `truncate`
+    true."""
 
     lora_name: str | None = None
     """Name of the LoRA adapter to compute with, of the setting `adapters` or the folder's `adapters/`. By default, and

@@ -131,9 +131,13 @@ class Embeddings(EncoderTask[EmbeddingOptions]):
     def encode(self, row: Row, options: EmbeddingOptions) -> EncodedRow:
         """See `EncoderTask`."""
         prompt = self._prompts.text(options.prompt_name)
-        encoded = self.to_input(self.tokenize(prompt + row[TEXT], truncate=options.truncate))
+        encoding = self.tokenize(prompt + row[TEXT], options=options)
+        encoded = self.to_input(encoding)
         if prompt and not self._modules.includes_prompt:
-            pooled = list(range(self._prompt_lengths[self._prompts.name(options.prompt_name)], len(encoded.ids)))
+            num_prompt = self._prompt_lengths[self._prompts.name(options.prompt_name)]
+            if encoding.overflowing and self.side(options) == "left":  # the prompt is cut too, or away
+                num_prompt = next(place for place, (_, end) in enumerate(encoding.offsets) if end > len(prompt))
+            pooled = list(range(num_prompt, len(encoded.ids)))
             if not pooled:
                 raise RequestError("invalid_input", "the text has no tokens behind its prompt: send a longer text")
             encoded = dataclasses.replace(encoded, output_positions=pooled)

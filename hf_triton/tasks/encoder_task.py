@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from threading import Lock
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, TypeVar
 
 import numpy.typing as npt
@@ -89,6 +90,9 @@ class EncoderTask(DeclaredTask, ABC, Generic[Options]):
         self.check_config(self.config, settings)
         self.max_length = checkpoint.context_length
         self.settings = settings
+        self._own_side = str(getattr(self.tokenizer, "truncation_side", "right"))
+        self.cutting = Lock()
+        """Held while a tokenizer is set to cut a text, and cuts it."""
         self._window_tokenizer = lru_cache(NUM_WINDOW_TOKENIZERS)(self._make_window_tokenizer)
 
     @classmethod
@@ -147,19 +151,64 @@ class EncoderTask(DeclaredTask, ABC, Generic[Options]):
         Raises:
             RequestError: They are none, or too many, and not to be cut.
         """
-        if len(row.ids) > self.max_length and not self.may_cut(options.truncate):
+        limit = self.limit(options)
+        if len(row.ids) > limit and not self.may_cut(options):
             raise RequestError(
                 "context_exceeded",
-                f"the row has {len(row.ids)} tokens, more than the {self.max_length} of the model: send fewer"
+                f"the row has {len(row.ids)} tokens, more than the {limit} of the model: send fewer"
                 + remedy(f", or set {param('truncate')} to true"),
-                sizes={"tokens": len(row.ids), "limit": self.max_length},
+                sizes={"tokens": len(row.ids), "limit": limit},
             )
-        type_ids = row.type_ids and row.type_ids[: self.max_length]
-        return EncodedRow([EncoderInput(row.ids[: self.max_length], type_ids)])
+        type_ids = row.type_ids and self.cut(row.type_ids, limit, options)
+        return EncodedRow([EncoderInput(self.cut(row.ids, limit, options), type_ids)])
 
-    def may_cut(self, truncate: bool | None) -> bool:
-        """Whether what is too long is cut, by a request's `truncate` or else the folder's setting."""
-        return self.settings.truncate if truncate is None else truncate
+    def may_cut(self, options: TaskOptions) -> bool:
+        """Whether what is too long is cut, by a request's options or else the folder's setting."""
+        if options.truncate_prompt_tokens is not None:
+            return True
+        return self.settings.truncate if options.truncate is None else options.truncate
+
+    def limit(self, options: TaskOptions, num_special_tokens: int = 0) -> int:
+        """To how many tokens a text is cut.
+
+        Args:
+            options: The request's.
+            num_special_tokens: That stand beside a text's own, and are never cut away.
+
+        Raises:
+            RequestError: The request asks for more tokens than the model takes, or for none of the text's own.
+        """
+        asked, least = options.truncate_prompt_tokens, num_special_tokens + 1
+        if asked is None or asked == -1:
+            return self.max_length
+        if not least <= asked <= self.max_length:
+            special = f", of which {num_special_tokens} are special" if num_special_tokens else ""
+            raise RequestError(
+                "invalid_parameter",
+                f"{param('truncate_prompt_tokens')} must be -1, or an integer >= {least} and <= {self.max_length}"
+                f"{special}; got {asked}",
+            )
+        return asked
+
+    def side(self, options: TaskOptions) -> str:
+        """Where what is too long is cut, `left` or `right`."""
+        return options.truncation_side or self._own_side
+
+    def cut(self, ids: Sequence[int], limit: int, options: TaskOptions) -> list[int]:
+        """Token ids, cut to a number of them, at least 1."""
+        return list(ids[-limit:] if self.side(options) == "left" else ids[:limit])
+
+    def refuse_limit(self, options: TaskOptions) -> None:
+        """Refuse `truncate_prompt_tokens` of a request whose texts are computed whole, in windows.
+
+        Raises:
+            RequestError: It is given, and not -1.
+        """
+        if options.truncate_prompt_tokens not in (None, -1):
+            name = param("truncate_prompt_tokens")
+            raise RequestError(
+                "invalid_parameter", f"{name} is for texts that are not computed in windows: leave it out"
+            )
 
     def reduce(self, outputs: torch.Tensor) -> torch.Tensor:
         """Change the model's outputs for one sequence on the device, such as pooling. As it is, it changes nothing.
@@ -194,13 +243,16 @@ class EncoderTask(DeclaredTask, ABC, Generic[Options]):
         encoding = self._window_tokenizer(length, stride, pair is not None).encode(text, pair)
         return [encoding, *encoding.overflowing]
 
-    def tokenize(self, text: str, pair: str | None = None, *, truncate: bool | None = None) -> Any:
+    def tokenize(
+        self, text: str, pair: str | None = None, options: TaskOptions | None = None, *, truncate: bool | None = None
+    ) -> Any:
         """Tokenize a text or a pair, special tokens included.
 
         Args:
             text: The text.
             pair: A second text, to stand behind it.
-            truncate: Whether to cut what is too long; None: as the folder's setting `truncate` says.
+            options: The request's, which say whether and how to cut what is too long.
+            truncate: Their `truncate`, if there are none.
 
         Returns:
             The tokenizer's `Encoding`, with `ids`, `type_ids`, `offsets` and `sequence_ids`.
@@ -208,15 +260,24 @@ class EncoderTask(DeclaredTask, ABC, Generic[Options]):
         Raises:
             RequestError: The text is too long, and not to be cut.
         """
+        options = options or TaskOptions(truncate=truncate)
+        limit = self.limit(options, self._whole.num_special_tokens_to_add(pair is not None))
         encoding = self._whole.encode(text, pair)
-        if len(encoding.ids) <= self.max_length:
+        if len(encoding.ids) <= limit:
             return encoding
-        self.check_cut(len(encoding.ids), truncate)
-        return self._cut.encode(text, pair)
+        self.check_cut(len(encoding.ids), options)
+        with self.cutting:
+            self._cut.enable_truncation(limit, direction=self.side(options))
+            return self._cut.encode(text, pair)
 
-    def check_cut(self, num_tokens: int, truncate: bool | None) -> None:
-        """Refuse a text that is too long and not to be cut; `truncate` as above."""
-        if not self.may_cut(truncate):
+    def offsets(self, text: str) -> list[tuple[int, int]]:
+        """The characters of each token of a text, without special tokens: the first, and that behind the last."""
+        offsets: list[tuple[int, int]] = self._whole.encode(text, add_special_tokens=False).offsets
+        return offsets
+
+    def check_cut(self, num_tokens: int, options: TaskOptions) -> None:
+        """Refuse a text that is too long and not to be cut."""
+        if not self.may_cut(options):
             raise RequestError(
                 "context_exceeded",
                 f"the text has {num_tokens} tokens, more than the {self.max_length} of the model: shorten it"
@@ -243,10 +304,8 @@ class EncoderTask(DeclaredTask, ABC, Generic[Options]):
 
     @cached_property
     def _cut(self) -> Any:
-        """The tokenizer that cuts to the model's context."""
-        tokenizer = copy.deepcopy(self._whole)
-        tokenizer.enable_truncation(self.max_length, direction=self.tokenizer.truncation_side)
-        return tokenizer
+        """The tokenizer that cuts as it is set each time, by one thread at a time: `cutting` is held."""
+        return copy.deepcopy(self._whole)
 
     def to_input(self, encoding: Any) -> EncoderInput:
         """A tokenizer's `Encoding` as the encoder takes it."""

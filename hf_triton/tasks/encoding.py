@@ -33,6 +33,7 @@ from hf_triton.tasks.image_task import ImageTask
 from hf_triton.tasks.interface import ResponseConfig, model_info
 from hf_triton.tasks.meter import Meter
 from hf_triton.tasks.request import InferenceRequest
+from hf_triton.tasks.tokenizer_answers import TokenizerAnswers
 
 if TYPE_CHECKING:
     from hf_triton.encoder.engine import EncoderEngine
@@ -288,9 +289,12 @@ def build_encoder_service(
         mask_token=task.mask_token,
         slower=tuple(engine.slower),
     )
-    return EncoderService(
+    service = EncoderService(
         task, engine, limits, max_waiting=settings.max_waiting_prompts, meter=meter, info=info, adapters=store
     )
+    if task.tokenizer is not None:
+        service.tokenizer = TokenizerAnswers(checkpoint, task.max_length, limits)
+    return service
 
 
 def build_task_engine(

@@ -16,6 +16,7 @@ from hf_triton.protocol.model_info import ModelInfo
 from hf_triton.protocol.prompts import Limits
 from hf_triton.tasks.adapters import AdapterStore, Waiter
 from hf_triton.tasks.admission import AdmissionGate, PendingResponse
+from hf_triton.tasks.tokenizer_answers import TokenizerAnswers
 
 Response = TypeVar("Response", bound=PendingResponse)
 
@@ -31,6 +32,9 @@ class EngineTask(ABC, Generic[Response]):
         info: What the model is.
         adapters: Its LoRA adapters; None: it takes none.
     """
+
+    tokenizer: TokenizerAnswers | None = None
+    """Answers what is asked of the tokenizer."""
 
     def __init__(
         self,

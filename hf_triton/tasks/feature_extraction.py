@@ -37,7 +37,7 @@ class FeatureExtraction(EncoderTask[TaskOptions]):
 
     def encode(self, row: Row, options: TaskOptions) -> EncodedRow:
         """See `EncoderTask`."""
-        return EncodedRow([self.to_input(self.tokenize(row[TEXT], truncate=options.truncate))])
+        return EncodedRow([self.to_input(self.tokenize(row[TEXT], options=options))])
 
     def decode(self, encoded: EncodedRow, options: TaskOptions, outputs: list[npt.NDArray[Any]]) -> TaskResult:
         """See `EncoderTask`. JSON is nested as transformers' pipeline nests it: texts, tokens, values."""

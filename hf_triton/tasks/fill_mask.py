@@ -64,7 +64,7 @@ class FillMask(EncoderTask[MaskOptions]):
 
     def encode(self, row: Row, options: MaskOptions) -> EncodedRow:
         """See `EncoderTask`."""
-        encoding = self.tokenize(row[TEXT], truncate=options.truncate)
+        encoding = self.tokenize(row[TEXT], options=options)
         mask, mask_id = self.tokenizer.mask_token, self.tokenizer.mask_token_id
         positions = [position for position, token_id in enumerate(encoding.ids) if token_id == mask_id]
         if not positions:

@@ -18,7 +18,7 @@ from hf_triton.protocol.task_declaration import TaskDeclaration
 from hf_triton.protocol.task_requests import Row, TaskResult
 from hf_triton.sentence import param, remedy
 from hf_triton.tasks.encoder_task import EncodedRow, EncoderTask
-from hf_triton.tasks.rerank import DOCUMENTS, QUERY, Rerank, RerankOptions, activation_of, score_result
+from hf_triton.tasks.rerank import DOCUMENTS, QUERY, Rerank, RerankOptions, activation_of, first_tokens, score_result
 from hf_triton.tasks.scores import Floats
 from hf_triton.tasks.sentence_prompts import SentencePrompts
 
@@ -92,28 +92,30 @@ class GenerativeRerank(EncoderTask[GenerativeOptions]):
     def encode(self, row: Row, options: GenerativeOptions) -> EncodedRow:
         """See `EncoderTask`."""
         prompt = self._prompts.text(options.prompt_name) if options.instruction is None else options.instruction
+        row = {**row, DOCUMENTS: first_tokens(self, row[DOCUMENTS], options.max_tokens_per_doc)}
         if self._score.transformer is None:
             ids = self._asked(prompt or INSTRUCTION, row, options)
         elif self._score.transformer.message_format is None:
-            ids = list(self.tokenize(prompt + row[QUERY], row[DOCUMENTS], truncate=options.truncate).ids)
+            ids = list(self.tokenize(prompt + row[QUERY], row[DOCUMENTS], options).ids)
         else:
-            ids = self._rendered(prompt, row, self._score.transformer.message_format)
+            ids = self._rendered(prompt, row, options, self._score.transformer.message_format)
         return EncodedRow([EncoderInput(ids, output_positions=[len(ids) - 1])])
 
     def _asked(self, instruction: str, row: Row, options: GenerativeOptions) -> list[int]:
         """A pair as Qwen3-Reranker is asked."""
         text = f"<Instruct>: {instruction}\n<Query>: {row[QUERY]}\n<Document>: {row[DOCUMENTS]}"
-        ids, room = self._plain_ids(text), self.max_length - len(self._head) - len(self._tail)
-        if len(ids) > room and not self.may_cut(options.truncate):
+        ids, num_own = self._plain_ids(text), len(self._head) + len(self._tail)
+        room = self.limit(options, num_own) - num_own
+        if len(ids) > room and not self.may_cut(options):
             raise RequestError(
                 "context_exceeded",
                 f"query and document have {len(ids)} tokens with the instruction, more than the {room} that the "
                 "model's own words leave: shorten them" + remedy(f", or set {param('truncate')} to true"),
                 sizes={"tokens": len(ids), "limit": room},
             )
-        return [*self._head, *ids[:room], *self._tail]
+        return [*self._head, *self.cut(ids, room, options), *self._tail]
 
-    def _rendered(self, prompt: str, row: Row, message_format: str) -> list[int]:
+    def _rendered(self, prompt: str, row: Row, options: GenerativeOptions, message_format: str) -> list[int]:
         """A pair by the tokenizer's chat template, whose text cannot be cut."""
         pairs = [("system", prompt)] * bool(prompt) + [("query", row[QUERY]), ("document", row[DOCUMENTS])]
         messages = [
@@ -121,12 +123,13 @@ class GenerativeRerank(EncoderTask[GenerativeOptions]):
             for role, text in pairs
         ]
         ids = self._plain_ids(self.tokenizer.apply_chat_template(messages, tokenize=False))
-        if len(ids) > self.max_length:
+        limit = self.limit(options)
+        if len(ids) > limit:
             raise RequestError(
                 "context_exceeded",
                 f"query and document have {len(ids)} tokens as the chat template writes them, more than the "
-                f"{self.max_length} of the model: shorten them",
-                sizes={"tokens": len(ids), "limit": self.max_length},
+                f"{limit} that it may have: shorten them",
+                sizes={"tokens": len(ids), "limit": limit},
             )
         return ids
 

@@ -80,7 +80,7 @@ class ImageEmbeddings(ImageTask[VectorOptions]):
 
     def examples(self) -> list[ArrayInput]:
         """See `ImageTask`."""
-        return [*super().examples(), self._padded(self._token_ids("a", truncate=True))]
+        return [*super().examples(), self._padded(self._token_ids("a", VectorOptions(truncate=True)))]
 
     def read(
         self, inputs: Mapping[str, Array], parameters: Mapping[str, object], limits: Limits
@@ -101,7 +101,7 @@ class ImageEmbeddings(ImageTask[VectorOptions]):
         if IMAGE in row:
             return EncodedRow([self.image(row[IMAGE])])
         check_size(len(row[TEXT].encode()), self._text_limits, param(TEXT))
-        return EncodedRow([self._padded(self._token_ids(row[TEXT], options.truncate))])
+        return EncodedRow([self._padded(self._token_ids(row[TEXT], options))])
 
     def encode_tokens(self, row: TokenRow, options: VectorOptions) -> EncodedRow:
         """See `EncoderTask`."""
@@ -136,12 +136,15 @@ class ImageEmbeddings(ImageTask[VectorOptions]):
             arrays["attention_mask"] = np.pad(np.ones_like(ids), padding)
         return ArrayInput(arrays, len(ids))
 
-    def _token_ids(self, text: str, truncate: bool | None) -> list[int]:
+    def _token_ids(self, text: str, options: VectorOptions) -> list[int]:
         if self.tokenizer.is_fast:
-            return list(self.tokenize(text, truncate=truncate).ids)
+            return list(self.tokenize(text, options=options).ids)
         ids: list[int] = self.tokenizer(text)["input_ids"]  # SigLIP's own, in Python
-        if len(ids) <= self.max_length:
+        limit = self.limit(options, self.tokenizer.num_special_tokens_to_add())
+        if len(ids) <= limit:
             return ids
-        self.check_cut(len(ids), truncate)
-        cut: list[int] = self.tokenizer(text, truncation=True, max_length=self.max_length)["input_ids"]
+        self.check_cut(len(ids), options)
+        with self.cutting:
+            self.tokenizer.truncation_side = self.side(options)
+            cut: list[int] = self.tokenizer(text, truncation=True, max_length=limit)["input_ids"]
         return cut

@@ -13,6 +13,7 @@ from hf_triton.hub.spec import CheckpointSpec
 from hf_triton.protocol.model_info import ModelInfo
 from hf_triton.tasks.request import InferenceRequest
 from hf_triton.tasks.sender import ResponseSender
+from hf_triton.tasks.tokenizer_answers import TokenizerAnswers
 
 if TYPE_CHECKING:
     from hf_triton.hub.checkpoint import Checkpoint
@@ -95,6 +96,8 @@ class LoadedTask(Task, Protocol):
 
     info: ModelInfo | None
     """What the model is."""
+    tokenizer: TokenizerAnswers | None
+    """Answers what is asked of the tokenizer; None: nothing is answered."""
 
     def load(self) -> EngineLoad:
         """What its engine holds."""

@@ -90,6 +90,7 @@ class QuestionAnswering(EncoderTask[AnswerOptions]):
 
     def encode(self, row: Row, options: AnswerOptions) -> EncodedRow:
         """See `EncoderTask`. A context that is longer than a window makes several."""
+        self.refuse_limit(options)
         if not row[CONTEXT].strip():
             raise RequestError("invalid_input", f"{param(CONTEXT)} is empty: give the text that holds the answer")
         if not row[QUESTION].strip():

@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+import annotated_types
 import numpy as np
 
-from hf_triton.errors import CheckpointError
+from hf_triton.errors import CheckpointError, RequestError
 from hf_triton.hub.sentence_files import load_cross_encoder, load_general_config
 from hf_triton.protocol.names import INPUT_ALIASES
 from hf_triton.protocol.task_declaration import TaskDeclaration, TaskOptions, TaskOutput, TextInput
 from hf_triton.protocol.task_requests import Row, TaskResult
+from hf_triton.protocol.token_rows import TokenRow
+from hf_triton.sentence import param
 from hf_triton.tasks.encoder_task import EncodedRow, EncoderTask
 from hf_triton.tasks.scores import Floats, sigmoid
 from hf_triton.tasks.sentence_prompts import SentencePrompts
@@ -38,6 +41,10 @@ class RerankOptions(TaskOptions):
     prompt_name: str | None = None
     """Name of the prompt that stands before the query, of those in config_sentence_transformers.json. By default its
     `default_prompt_name`; an empty name stands for no prompt."""
+
+    max_tokens_per_doc: Annotated[int, annotated_types.Ge(1), annotated_types.Le(2**31 - 1)] | None = None
+    """To how many of its own tokens, the first ones, each longer document is cut. By default none is, and `truncate`
+    cuts query and document together."""
 
 
 class Rerank(EncoderTask[RerankOptions]):
@@ -87,11 +94,31 @@ class Rerank(EncoderTask[RerankOptions]):
     def encode(self, row: Row, options: RerankOptions) -> EncodedRow:
         """See `EncoderTask`."""
         query = self._prompts.text(options.prompt_name) + row[QUERY]
-        return EncodedRow([self.to_input(self.tokenize(query, row[DOCUMENTS], truncate=options.truncate))])
+        document = first_tokens(self, row[DOCUMENTS], options.max_tokens_per_doc)
+        return EncodedRow([self.to_input(self.tokenize(query, document, options))])
+
+    def encode_tokens(self, row: TokenRow, options: RerankOptions) -> EncodedRow:
+        """See `EncoderTask`. What is a document's among token ids is not known."""
+        if options.max_tokens_per_doc is not None:
+            raise RequestError(
+                "invalid_parameter", f"{param('max_tokens_per_doc')} is for texts, and not for token ids"
+            )
+        return super().encode_tokens(row, options)
 
     def decode(self, encoded: EncodedRow, options: RerankOptions, outputs: list[Floats]) -> TaskResult:
         """See `EncoderTask`."""
         return score_result(outputs[0].reshape(()), is_raw=options.raw_scores or self._activation == "identity")
+
+
+def first_tokens(task: EncoderTask[Any], text: str, num_tokens: int | None) -> str:
+    """The text of a text's first tokens, special tokens aside; None: all."""
+    if num_tokens is None:
+        return text
+    offsets = task.offsets(text)
+    if len(offsets) <= num_tokens:
+        return text
+    (_, end), (start, _) = offsets[num_tokens - 1 : num_tokens + 1]
+    return text[: min(end, start)]  # tokens may share a character
 
 
 def activation_of(config: Any, named: str | None, settings: ModelSettings) -> str:

@@ -74,7 +74,7 @@ class SparseEmbeddings(EncoderTask[SparseOptions]):
     def encode(self, row: Row, options: SparseOptions) -> EncodedRow:
         """See `EncoderTask`."""
         text = self._prompts.text(options.prompt_name) + row[TEXT]
-        return EncodedRow([self.to_input(self.tokenize(text, truncate=options.truncate))])
+        return EncodedRow([self.to_input(self.tokenize(text, options=options))])
 
     def reduce(self, outputs: torch.Tensor) -> torch.Tensor:
         """The weight of each token of the vocabulary; see `EncoderTask`.

@@ -36,6 +36,7 @@ from hf_triton.tasks.engine_task import EngineTask
 from hf_triton.tasks.interface import ResponseConfig, model_info
 from hf_triton.tasks.meter import Meter
 from hf_triton.tasks.request import InferenceRequest
+from hf_triton.tasks.tokenizer_answers import TokenizerAnswers
 
 if TYPE_CHECKING:
     from hf_triton.engine.speech_engine import SpeechEngine
@@ -249,15 +250,18 @@ def build_speech_service(
         model_info(checkpoint, settings, task=task.declaration.name, engine=settings.runtime),
         context_length=task.max_targets,
     )
-    return SpeechService(
+    limits = request_limits(settings, 0, MIN_AUDIO_BYTES)
+    service = SpeechService(
         task,
         SpeechEngine(model, task.extractor, max_rows=settings.max_num_seqs, on_fatal=on_fatal),
-        request_limits(settings, 0, MIN_AUDIO_BYTES),
+        limits,
         max_seconds=task.max_seconds(settings),
         max_waiting=settings.max_waiting_prompts,
         meter=meter,
         info=info,
     )
+    service.tokenizer = TokenizerAnswers(checkpoint, task.max_targets, limits)
+    return service
 
 
 def _try_window(task: SpeechRecognition, checkpoint: Checkpoint) -> None:

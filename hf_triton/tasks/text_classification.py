@@ -30,4 +30,4 @@ class TextClassification(Classification):
 
     def encode(self, row: Row, options: ClassificationOptions) -> EncodedRow:
         """See `EncoderTask`."""
-        return EncodedRow([self.to_input(self.tokenize(row[TEXT], row.get(PAIR), truncate=options.truncate))])
+        return EncodedRow([self.to_input(self.tokenize(row[TEXT], row.get(PAIR), options))])

@@ -50,13 +50,14 @@ class TokenClassification(EncoderTask[TokenOptions]):
         """See `EncoderTask`."""
         text = row[TEXT]
         if options.stride is None:
-            encodings = [self.tokenize(text, truncate=options.truncate)]
+            encodings = [self.tokenize(text, options=options)]
         else:
             encodings = self.windows(text, length=self.max_length, stride=self._checked_stride(options))
         return EncodedRow(list(map(self.to_input, encodings)), (text, encodings))
 
     def _checked_stride(self, options: TokenOptions) -> int:
         room = self.max_length - self.tokenizer.num_special_tokens_to_add()
+        self.refuse_limit(options)
         stride = options.stride or 0
         if stride >= room:
             raise RequestError(

@@ -64,7 +64,7 @@ class Tokenization(EncoderTask[TaskOptions]):
 
     def encode(self, row: Row, options: TaskOptions) -> EncodedRow:
         """See `EncoderTask`."""
-        encoding = self.tokenize(self._prompt + row[TEXT], row.get(PAIR), truncate=options.truncate)
+        encoding = self.tokenize(self._prompt + row[TEXT], row.get(PAIR), options)
         return EncodedRow([self.to_input(encoding)])
 
     def decode(self, encoded: EncodedRow, options: TaskOptions, outputs: list[npt.NDArray[Any]]) -> TaskResult:

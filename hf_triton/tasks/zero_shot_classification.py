@@ -106,9 +106,7 @@ class ZeroShotClassification(EncoderTask[ZeroShotOptions]):
     def encode(self, row: Row, options: ZeroShotOptions) -> EncodedRow:
         """See `EncoderTask`."""
         pairs = [options.hypothesis_template.replace("{}", label) for label in options.candidate_labels or ()]
-        return EncodedRow(
-            [self.to_input(self.tokenize(row[TEXT], pair, truncate=options.truncate)) for pair in pairs], row[TEXT]
-        )
+        return EncodedRow([self.to_input(self.tokenize(row[TEXT], pair, options)) for pair in pairs], row[TEXT])
 
     def decode(self, encoded: EncodedRow, options: ZeroShotOptions, outputs: list[Floats]) -> TaskResult:
         """See `EncoderTask`. JSON has `sequence`, `labels` and `scores`, as transformers' pipeline has them."""

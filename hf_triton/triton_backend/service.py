@@ -10,16 +10,18 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from hf_triton.errors import ERROR_FORM, ERROR_FORM_VERSION, HfTritonError, RequestError, where
-from hf_triton.protocol.model_info import ModelInfo, asks_for_info
+from hf_triton.errors import ERROR_FORM, ERROR_FORM_VERSION, HfTritonError, RequestError, as_own_error, where
+from hf_triton.protocol.model_info import MODEL_INFO, ModelInfo, asks_for_info
 from hf_triton.protocol.names import JSON_OUTPUT, TEXT_OUTPUTS
 from hf_triton.protocol.prompts import prompt_shape
 from hf_triton.protocol.requests import check_parameter_names, is_cancel_request
 from hf_triton.protocol.tensors import encode_strings
+from hf_triton.protocol.tokenizer_request import TOKENIZER_REQUEST
 from hf_triton.sentence import param
 from hf_triton.tasks.interface import ResponseConfig, Task
 from hf_triton.tasks.meter import Meter
 from hf_triton.tasks.request import InferenceRequest
+from hf_triton.tasks.tokenizer_answers import TokenizerAnswers
 from hf_triton.tasks.tracing import RequestTracer
 from hf_triton.triton_backend.cancellation import RequestPoller
 from hf_triton.triton_backend.forwarded_headers import ForwardedHeaders
@@ -40,6 +42,7 @@ class Service:
         headers: Those that the server adds to requests' parameters.
         tracer: Makes the spans of requests.
         info: What the folder's model is; None if another process has it.
+        tokenizer: Answers what is asked of the model's tokenizer; None: it has none, or another process has it.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class Service:
         headers: ForwardedHeaders = NO_HEADERS,
         tracer: RequestTracer | None = None,
         info: ModelInfo | None = None,
+        tokenizer: TokenizerAnswers | None = None,
     ) -> None:
         self.task = task
         self.closers: Sequence[Callable[[], None]] = (task.close, config.sender.close)
@@ -64,7 +68,9 @@ class Service:
         self._headers = headers
         self._tracer = tracer
         self._info = info
+        self._tokenizer = tokenizer
         self._cancel_pool = ThreadPoolExecutor(1, thread_name_prefix="hf_triton-cancel")
+        self._tokenizer_pool = ThreadPoolExecutor(1, thread_name_prefix="hf_triton-tokenizer")
 
     def execute(self, requests: list[Any]) -> None:
         """Start Triton's requests and return at once. Raises nothing.
@@ -85,7 +91,14 @@ class Service:
                 self._cancel(request, parameters)
             elif self._info is not None and asks_for_info(parameters):
                 request.is_counted = False
-                self._answer_info(request, self._info)
+                shape = self._json_shape(request, MODEL_INFO)
+                request.answer({JSON_OUTPUT: encode_strings([self._info.to_json()], shape)})
+            elif TOKENIZER_REQUEST in parameters:
+                request.is_counted = False
+                if self._tokenizer is None:
+                    raise RequestError("invalid_parameter", "this model has no tokenizer to ask")
+                shape = self._json_shape(request, TOKENIZER_REQUEST)
+                self._tokenizer_pool.submit(self._answer_tokens, self._tokenizer, request, parameters, shape)
             else:
                 if self._tracer is not None:
                     self._tracer.begin(request, parameters)
@@ -99,6 +112,7 @@ class Service:
     def close(self) -> None:
         """Answer every request, then stop. Triton calls this when no request is in flight."""
         self._cancel_pool.shutdown(wait=True)
+        self._tokenizer_pool.shutdown(wait=True)
         for close in self.closers:
             close()
 
@@ -115,14 +129,27 @@ class Service:
         answer = partial(request.answer, {name: empty for name in self._config.output_names if name in TEXT_OUTPUTS})
         self._cancel_pool.submit(self._cancel_elsewhere_and_answer, request.request_id, answer)
 
-    def _answer_info(self, request: InferenceRequest, info: ModelInfo) -> None:
-        """Answer what the model is, in a tensor of one element that has the rank of the request's."""
+    def _answer_tokens(
+        self,
+        tokenizer: TokenizerAnswers,
+        request: InferenceRequest,
+        parameters: Mapping[str, object],
+        shape: tuple[int, ...],
+    ) -> None:
+        """Answer what is asked of the tokenizer, or refuse it. Raises nothing."""
+        try:
+            answer = tokenizer.answer(parameters[TOKENIZER_REQUEST])
+            request.answer({JSON_OUTPUT: encode_strings([answer], shape)})
+        except Exception as error:
+            request.refuse(as_own_error("asking the tokenizer", error))
+
+    def _json_shape(self, request: InferenceRequest, name: str) -> tuple[int, ...]:
+        """The shape of an answer to a parameter's question: of one element, with the rank of the request's tensors."""
         if JSON_OUTPUT not in self._config.output_names:
             raise RequestError(
-                "invalid_parameter", f"{param('model_info')} fills the output {JSON_OUTPUT}: declare it in config.pbtxt"
+                "invalid_parameter", f"{param(name)} fills the output {JSON_OUTPUT}: declare it in config.pbtxt"
             )
-        rank = max((array.ndim for array in request.inputs().values()), default=1)
-        request.answer({JSON_OUTPUT: encode_strings([info.to_json()], (1,) * rank)})
+        return (1,) * max((array.ndim for array in request.inputs().values()), default=1)
 
     def _cancel_elsewhere_and_answer(self, request_id: str, answer: Callable[[], None]) -> None:
         try:

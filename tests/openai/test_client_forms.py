@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from hf_triton.openai.config import GatewayConfig
+from hf_triton.tasks.tokenizer_answers import CONFIG
 from hf_triton.testing import TritonServer
 from tests.support.gateway import GatewayThread
 
@@ -20,6 +21,7 @@ LEAST: dict[str, dict[str, Any]] = {
     RESPONSES: {"model": "tiny", "input": "Hello", "max_output_tokens": 16},
     MESSAGES: {"model": "tiny", "messages": HELLO, "max_tokens": 3},
 }
+SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
 BY_ID = {
     **SCHEMA,
@@ -104,8 +106,42 @@ def test_a_generation_config_counts_where_a_field_is_null(gateway: GatewayThread
 
 
 def test_an_unknown_field_is_named(gateway: GatewayThread) -> None:
-    answer = post(gateway, CHAT, num_ctx=512, messages=[{**HELLO[0], "id": "m1"}])
-    assert answer.headers["x-hf-triton-ignored"] == "num_ctx, messages.id"
+    past = {"role": "assistant", "content": "Hi", "finish_reason": "stop", "refusal": None, "annotations": []}
+    answer = post(gateway, CHAT, num_ctx=512, messages=[{**HELLO[0], "id": "m1"}, past, HELLO[0]])
+    assert answer.headers["x-hf-triton-ignored"] == "num_ctx, messages.id, messages.finish_reason"
+
+
+@pytest.mark.parametrize("name", ["prefix", "partial"])
+def test_a_prefix_is_continued(gateway: GatewayThread, name: str) -> None:
+    start = {"role": "assistant", "content": "The harbour is"}
+    wanted = post(gateway, CHAT, model="demo", messages=[*HELLO, start], continue_final_message=True)
+    found = post(gateway, CHAT, model="demo", messages=[*HELLO, {**start, name: True}])
+    assert found.json()["choices"][0]["message"] == wanted.json()["choices"][0]["message"]
+    assert found.json()["usage"]["prompt_tokens"] == wanted.json()["usage"]["prompt_tokens"]
+    assert "x-hf-triton-ignored" not in found.headers
+    earlier = post(gateway, CHAT, model="demo", messages=[*HELLO, {**start, name: True}, *HELLO])
+    assert earlier.headers["x-hf-triton-ignored"] == f"messages.{name}"
+    plain = post(gateway, CHAT, model="demo", messages=[*HELLO, {**start, name: False}])
+    assert plain.json()["usage"]["prompt_tokens"] > wanted.json()["usage"]["prompt_tokens"]
+
+
+WRONG_FORMATS: dict[str, tuple[object, str]] = {
+    "text": ("json", 'response_format must be an object: {"type": "text"}, {"type": "json_object"} or {"type": '),
+    "no type": ({"typ": "text"}, "response_format must be of type `text`, `json_object` or `json_schema`, got none"),
+    "no schema": (
+        {"type": "json_object", "schema": 5},
+        "response_format.schema must be a JSON schema, an object, got 5",
+    ),
+    "a field": ({"type": "text", "foo": 1}, "response_format has no field 'foo'; it is made of type"),
+}
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("name", WRONG_FORMATS)
+def test_a_wrong_format_is_told_the_right_ones(gateway: GatewayThread, path: str, name: str) -> None:
+    value, sentence = WRONG_FORMATS[name]
+    error = post(gateway, path, response_format=value).json()["error"]
+    assert (error["param"], error["message"][: len(sentence)]) == ("response_format", sentence)
 
 
 FORMATS: dict[str, dict[str, Any]] = {
@@ -182,6 +218,23 @@ def test_transformers_chat_asks_whether_a_model_is_served(gateway: GatewayThread
     assert json.loads(served.text.removeprefix("data: ")) == {"status": "ready", "model": "tiny", "cached": True}
     unknown = httpx.post(f"{gateway.url}/load_model", json={"model": "nobody"})
     assert json.loads(unknown.text.removeprefix("data: "))["status"] == "error"
+
+
+def test_tokens_without_a_model_are_the_defaults(with_default: GatewayThread, gateway: GatewayThread) -> None:
+    told = httpx.post(f"{with_default.url}/tokenize", json={"prompt": "Hello", "model": "dummy"}, timeout=60).json()
+    named = httpx.post(f"{gateway.url}/tokenize", json={"prompt": "Hello", "model": "tiny"}, timeout=60).json()
+    assert told == named
+    text = httpx.post(f"{with_default.url}/detokenize", json={"tokens": told["tokens"]}, timeout=60).json()
+    assert text["prompt"].endswith("Hello")
+
+
+@pytest.mark.parametrize("name", ["tiny", "decoupled", "batching", "demo"])
+def test_a_tokenizer_says_what_it_is(gateway: GatewayThread, name: str) -> None:
+    answer = httpx.get(f"{gateway.url}/tokenizer_info", params={"model": name}, timeout=60)
+    assert answer.status_code == 200, answer.text
+    assert "content" in answer.json()["chat_template"]
+    assert answer.json()["tokenizer_class"]
+    assert answer.json().keys() <= {*CONFIG, *SPECIAL, "tokenizer_class", "chat_template"}  # nothing of the host
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------

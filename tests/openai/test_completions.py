@@ -73,12 +73,12 @@ def test_offsets_stay_in_step_behind_characters_of_several_tokens(client: openai
         model="demo", prompt=prompt, max_tokens=3, temperature=0, echo=True, logprobs=0, stream=stream
     )
     choices = [chunk.choices[0] for chunk in made if chunk.choices] if stream else made.choices
-    [logprobs] = [choice.logprobs for choice in choices if choice.logprobs]
+    told = [choice.logprobs for choice in choices if choice.logprobs]
+    tokens, offsets = ([each for one in told for each in getattr(one, name)] for name in ("tokens", "text_offset"))
     text = "".join(choice.text for choice in choices)
     assert text.startswith(prompt)
-    assert "\ufffd" in "".join(logprobs.tokens)
-    ends = [*logprobs.text_offset[1:], len(text)]
-    for token, start, end in zip(logprobs.tokens, logprobs.text_offset, ends, strict=True):
+    assert "\ufffd" in "".join(tokens)
+    for token, start, end in zip(tokens, offsets, [*offsets[1:], len(text)], strict=True):
         assert text[start:end] == token or "\ufffd" in token
 
 

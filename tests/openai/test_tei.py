@@ -75,7 +75,9 @@ def test_a_prompt_and_dimensions_are_the_models(gateway: GatewayThread, encoder_
 
 def test_the_hubs_client_finds_a_server_of_tei(gateway: GatewayThread) -> None:
     client = InferenceClient(f"{gateway.url}/embed")
-    with pytest.raises(Exception, match="there are 2 models for embeddings: name one in the field model"):
+    with pytest.raises(
+        Exception, match=r"there are 2 models for embeddings: name one in the field model, or by \?model=NAME"
+    ):
         client.feature_extraction(TEXTS[0])
     states = InferenceClient(f"{gateway.url}/embed_all").feature_extraction(TEXTS[0])  # one folder has this task
     assert np.array(states).ndim == 3
@@ -115,7 +117,7 @@ def test_rerank_ranks_texts(gateway: GatewayThread, encoder_checkpoints: dict[st
 def test_the_other_form_of_rerank_stays(gateway: GatewayThread) -> None:
     answer = ask(gateway, "/rerank", model="reranker", query=QUERY, documents=DOCUMENTS, top_n=1)
     assert len(answer["results"]) == 1
-    assert refusal(gateway, "/rerank", query=QUERY)[1]["error"]["message"] == "model is required"
+    assert refusal(gateway, "/rerank", query=QUERY)[1]["error"]["message"] == "documents is required"
     assert refusal(gateway, "/rerank", model="nothing", query=QUERY, documents=["a"])[1]["error"]["param"] == "model"
 
 
@@ -160,7 +162,7 @@ def test_info_says_what_a_model_is(gateway: GatewayThread) -> None:
         ("/embed", {"model": "minilm", "inputs": []}, "inputs is an empty list"),
         ("/embed", {"model": "nothing", "inputs": "a"}, "the model 'nothing' does not exist"),
         ("/embed", {"model": "reranker", "inputs": "a"}, "the model 'reranker' is for rerank, not for embeddings"),
-        ("/embed", {"model": "minilm", "inputs": "a", "truncation_direction": "left"}, "truncation_direction must be "),
+        ("/embed", {"model": "minilm", "inputs": "a", "truncation_direction": "up"}, "truncation_direction must be "),
         ("/embed", {"model": "minilm", "inputs": "a", "prompt_name": "x"}, "prompt_name must be "),
         ("/embed", {"model": "minilm", "inputs": ["a " * 900], "truncate": False}, "the text has 902 tokens"),
         ("/predict", {"inputs": ["a", "b", "c"]}, "inputs must be a text, a pair of texts, or a list of [text]"),
@@ -168,7 +170,7 @@ def test_info_says_what_a_model_is(gateway: GatewayThread) -> None:
         ("/predict", {"inputs": [["a", "b", "c"]]}, "inputs must be a text, a pair of texts, or a list of [text]"),
         ("/predict", {"inputs": [[]]}, "inputs must be a text, a pair of texts, or a list of [text]"),
         ("/predict", {"inputs": []}, "inputs must be a text, a pair of texts, or a list of [text]"),
-        ("/similarity", {"inputs": {"source_sentence": "a"}}, "inputs.sentences is required"),
+        ("/similarity", {"model": "minilm", "inputs": {"source_sentence": "a"}}, "inputs.sentences is required"),
         ("/similarity", {"model": "minilm", "inputs": SENTENCES}, "the text has 902 tokens"),
         ("/embed_sparse", {"inputs": "a", "normalize": True}, "there is no field 'normalize'"),
         ("/embed_all", {"inputs": ["a"] * 33}, "inputs has 33 items, more than the 32 that are accepted"),
@@ -194,6 +196,67 @@ def test_the_pages_requests_are_answered(gateway: GatewayThread) -> None:
     for path, text in lines:
         body = json.loads(text) | ({"model": "minilm"} if path == "/embed" else {})
         assert len(ask(gateway, path, **body))
+
+
+LONG = "one two three four five six seven eight nine ten eleven twelve " * 50
+CUT_AT_THE_START: dict[str, tuple[str, dict[str, Any]]] = {
+    "TEI": ("/embed", {"inputs": LONG, "truncate": True, "truncation_direction": "Left"}),
+    "Cohere": ("/v2/embed", {"texts": [LONG], "truncate": "START"}),
+    "NIM": ("/v1/embeddings", {"input": LONG, "truncate": "START"}),
+    "vLLM": ("/v1/embeddings", {"input": LONG, "truncate_prompt_tokens": -1, "truncation_side": "left"}),
+}
+
+
+def vector_of(answer: Any) -> Any:
+    """The vector of an answer of TEI, Cohere or OpenAI."""
+    if isinstance(answer, list):
+        return answer[0]
+    return answer["embeddings"]["float"][0] if "embeddings" in answer else answer["data"][0]["embedding"]
+
+
+def cut_vector(side: str, num_tokens: int) -> Any:
+    tokenizer: Any = AutoTokenizer.from_pretrained(real_checkpoint(), truncation_side=side)
+    ids = tokenizer(LONG, truncation=True, max_length=num_tokens).input_ids
+    return reference_embeddings(real_checkpoint(), [tokenizer.decode(ids[1:-1])])[0]
+
+
+@pytest.mark.parametrize("name", CUT_AT_THE_START)
+def test_each_api_cuts_at_the_start(gateway: GatewayThread, name: str) -> None:
+    path, body = CUT_AT_THE_START[name]
+    found = vector_of(ask(gateway, path, model="minilm", **body))
+    np.testing.assert_allclose(found, cut_vector("left", 256), atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_text_is_cut_to_as_many_tokens_as_asked_for(gateway: GatewayThread, side: str) -> None:
+    more = {"truncation_side": side} if side == "left" else {}  # vLLM's default for models that pool
+    answer = ask(gateway, "/v1/embeddings", model="minilm", input=LONG, truncate_prompt_tokens=20, **more)
+    assert answer["usage"]["prompt_tokens"] == 20
+    np.testing.assert_allclose(vector_of(answer), cut_vector(side, 20), atol=TOLERANCE)
+
+
+def test_words_and_sides_that_contradict_each_other_are_refused(gateway: GatewayThread) -> None:
+    body = {"model": "minilm", "input": "a", "truncate": "START", "truncation_side": "right"}
+    status, answer = refusal(gateway, "/v1/embeddings", **body)
+    assert (status, answer["error"]["param"]) == (400, "truncate")
+    assert answer["error"]["message"] == "truncate START and truncation_side right contradict each other"
+
+
+@pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank", "/v1/score"])
+def test_documents_are_cut_to_their_first_tokens(
+    gateway: GatewayThread, encoder_checkpoints: dict[str, Path], path: str
+) -> None:
+    tokenizer: Any = AutoTokenizer.from_pretrained(encoder_checkpoints["reranker"])
+    num_tokens = len(tokenizer("Anna lives", add_special_tokens=False).input_ids)
+    names = {"queries": QUERY} if path == "/v1/score" else {"query": QUERY}
+
+    def scores(document: str, **more: Any) -> list[float]:
+        answer = ask(gateway, path, **names, documents=[document], **more)
+        return [each.get("relevance_score", each.get("score")) for each in answer.get("results", answer.get("data"))]
+
+    whole = scores("Anna lives")
+    assert scores("Anna lives in Berlin.", max_tokens_per_doc=num_tokens) == pytest.approx(whole, abs=TOLERANCE)
+    assert scores("Anna lives", max_tokens_per_doc=0) == pytest.approx(whole, abs=TOLERANCE)
 
 
 # --- Cohere ----------------------------------------------------------------------------------------------------------
@@ -248,7 +311,7 @@ def test_coheres_documented_request_is_answered(gateway: GatewayThread) -> None:
         ({"texts": []}, "texts is an empty list"),
         ({"inputs": [{"content": [{"type": "image_url"}]}]}, "inputs[0].content[0].type must be "),
         ({"inputs": [{"content": []}]}, "inputs[0] is empty"),
-        ({"texts": ["a"], "truncate": "START"}, "truncate must be "),
+        ({"texts": ["a"], "truncate": "LEFT"}, "truncate must be "),
         ({"texts": ["a " * 900], "truncate": "NONE"}, "the text has 902 tokens"),
         ({"texts": ["a"], "embedding_types": ["int8"]}, "embedding_types[0] must be 'float', 'base64', "),
         ({"texts": ["a"], "output_dimension": 9999}, "output_dimension must be "),

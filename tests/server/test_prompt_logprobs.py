@@ -100,11 +100,14 @@ def test_prompt_logprobs_of_a_chat_are_of_the_templated_prompt(server: TritonSer
 
 
 @pytest.mark.parametrize("name", ["stream", "plain_stream"])
-def test_stream_has_prompt_logprobs_in_its_last_response(server: TritonServer, reference: Reference, name: str) -> None:
+def test_stream_has_prompt_logprobs_in_its_first_and_last_response(
+    server: TritonServer, reference: Reference, name: str
+) -> None:
     found = generate_stream(server, name, PROMPTS[2], stream=True, prompt_logprobs=2).data
     assert len(found) > 1
-    assert not any("prompt_logprobs" in data for data in found[:-1])
-    check(found[-1]["prompt_logprobs"], ids_of(reference, PROMPTS[2]), reference, 2)
+    assert [number for number, data in enumerate(found) if "prompt_logprobs" in data] == [0, len(found) - 1]
+    for data in (found[0], found[-1]):
+        check(data["prompt_logprobs"], ids_of(reference, PROMPTS[2]), reference, 2)
 
 
 def test_tensor_gives_each_prompt_its_own_count(server: TritonServer, reference: Reference) -> None:

@@ -29,8 +29,8 @@ FINISH_REASONS: Final[dict[FinishReason, str]] = {
 }
 """The engine's finish reasons, and the clients' names for them."""
 LEAST_LOGPROB: Final = -9999.0  # JSON has no infinity; the number is OpenAI's
-STREAMED: Final = frozenset({TEXT, LEGACY_TEXT, MESSAGE, "token_ids", "logprobs"})
-"""The outputs that each response of a stream has."""
+STREAMED: Final = frozenset({TEXT, LEGACY_TEXT, MESSAGE, "token_ids", "logprobs", PROMPT_LOGPROBS})
+"""The outputs that each response of a stream has, the last only if a completion begins in it."""
 FIRST_STREAMED: Final = STREAMED | {"num_input_tokens", "prompt_token_ids"}
 """Those that its first one has."""
 UNFINISHED: Final = Completion([], "length", logprobs=[])
@@ -73,15 +73,16 @@ class OutputEncoder:
         Args:
             pieces: In row order, those of one prompt side by side.
         """
-        has_logprobs = any(piece.completion.prompt_logprobs is not None for _, piece in pieces)
-        names = outputs_to_fill(self._checked, self._output_names, has_prompt_logprobs=has_logprobs)
-        return self._encode(names, pieces)
+        return self._encode(self._names(pieces), pieces)
 
     def encode_deltas(self, pieces: list[tuple[PreparedPrompt, Piece]], *, is_first: bool) -> dict[str, Array]:
         """The outputs of one response of a stream."""
         streamed = FIRST_STREAMED if is_first else STREAMED
-        names = [name for name in outputs_to_fill(self._checked, self._output_names) if name in streamed]
-        return self._encode(names, pieces)
+        return self._encode([name for name in self._names(pieces) if name in streamed], pieces)
+
+    def _names(self, pieces: list[tuple[PreparedPrompt, Piece]]) -> list[str]:
+        has_logprobs = any(piece.completion.prompt_logprobs is not None for _, piece in pieces)
+        return outputs_to_fill(self._checked, self._output_names, has_prompt_logprobs=has_logprobs)
 
     def _encode(self, names: list[str], pieces: list[tuple[PreparedPrompt, Piece]]) -> dict[str, Array]:
         values = [self._values(names, *piece) for piece in pieces]

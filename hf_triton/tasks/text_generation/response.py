@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
 
@@ -24,7 +24,7 @@ from hf_triton.tasks.interface import ResponseConfig
 from hf_triton.tasks.request import InferenceRequest
 from hf_triton.tasks.text_generation.detokenizer import MarkedTextStream, TextStream, up_to_stop
 from hf_triton.tasks.text_generation.message import REASONING_CONTENT, MessagePlan, MessageReader
-from hf_triton.tasks.text_generation.outputs import OutputEncoder, Piece
+from hf_triton.tasks.text_generation.outputs import UNFINISHED, OutputEncoder, Piece
 from hf_triton.tasks.text_generation.prepare import PreparedPrompt, PromptPreparer
 
 MAX_QUICK_TOKENS: Final = 4096
@@ -109,7 +109,11 @@ class GenerationResponse(SequenceListener):
             checked.options.return_token_ids or checked.options.return_logprobs
         )
         self._writing: list[list[_Writing]] = []  # by prompt and sequence; empty if no token is decoded before the end
+        self._groups: list[SequenceGroup] = []
         self._has_queued_deltas = self._has_sent = False
+        self._has_begun: set[int] = set()
+        """The completions with text that was sent, counted through all prompts."""
+        self._num_scores = 0
         self._completions: dict[int, list[Completion]] = {}
         self._has_ended = False
         self._lock = threading.Lock()
@@ -128,7 +132,8 @@ class GenerationResponse(SequenceListener):
 
     def begin(self) -> list[SequenceGroup]:
         """The engine's sequence groups, one for each of the prepared prompts."""
-        return [self._sequence_group(row, prompt) for row, prompt in enumerate(self.prompts)]
+        self._groups = [self._sequence_group(row, prompt) for row, prompt in enumerate(self.prompts)]
+        return self._groups
 
     def _sequence_group(self, row: int, prompt: PreparedPrompt) -> SequenceGroup:
         asked, params = prompt.asked, prompt.params
@@ -280,10 +285,25 @@ class GenerationResponse(SequenceListener):
             pieces = [each.take_piece() for _, each in writing]
         for (_, each), piece in zip(writing, pieces, strict=True):
             piece.message = each.read(piece.unread)
+        self._add_prompt_scores(pieces)
         deltas = [(prompt, piece) for (prompt, _), piece in zip(writing, pieces, strict=True)]
         outputs = self._encoder.encode_deltas(deltas, is_first=not self._has_sent)
         self._has_sent = True
         self.request.add(outputs)
+
+    def _add_prompt_scores(self, pieces: list[Piece]) -> None:
+        """Add the log probabilities of prompts to the pieces with which completions begin, unless they are many.
+
+        Then the last response alone has them, which the pool builds.
+        """
+        groups = [group for group, row in zip(self._groups, self._writing, strict=False) for _ in row]
+        for number, (group, piece) in enumerate(zip(groups, pieces, strict=True)):
+            scores = group.prompt_logprobs
+            if piece.text and number not in self._has_begun and scores is not None:
+                self._has_begun.add(number)
+                self._num_scores += len(scores)
+                if self._num_scores <= MAX_QUICK_LOGPROBS:
+                    piece.completion = replace(UNFINISHED, prompt_logprobs=scores)
 
     def _send_from_pool(self) -> None:
         """Send the final response from the pool, after the deltas that the sender's thread has sent."""

@@ -42,6 +42,7 @@ from hf_triton.tasks.text_generation.response import GenerationResponse
 from hf_triton.tasks.text_generation.response_template import Spec, build_message_format
 from hf_triton.tasks.text_generation.text_to_text import build_text_to_text, max_new_tokens
 from hf_triton.tasks.text_generation.tokenizer import TextCodec
+from hf_triton.tasks.tokenizer_answers import TokenizerAnswers
 
 if TYPE_CHECKING:
     from hf_triton.hub.checkpoint import Checkpoint
@@ -272,6 +273,7 @@ def build_text_generation(
             **preparer.chat_info(),
         ),
     )
+    task.tokenizer = TokenizerAnswers(checkpoint, checkpoint.context_length, limits, chat_template)
     try:
         task.check_defaults()
     except SettingsError:
