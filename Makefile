@@ -42,7 +42,10 @@ GENAI_PERF := .venv/genai_perf/.set-up
 AIPERF := .venv/aiperf/.set-up
 FRAMEWORKS := .venv/frameworks/.set-up
 NPM := .venv/npm/.set-up
-CODEX := .venv/codex/.set-up
+AGENTS := .venv/agents/.set-up
+INSTRUCTOR := .venv/instructor/.set-up
+AIDER := .venv/aider/.set-up
+CODING_AGENTS := .venv/coding_agents/.set-up
 GPTQ := .venv/gptq/.set-up
 PROGRAMS := .venv/programs/.set-up
 RAY := .venv/ray/.set-up
@@ -112,9 +115,10 @@ $(TRITON): $(SETUP)
 	$(BIN)/pip install --quiet --no-deps --upgrade --target $(@D) triton==3.7.1
 	@touch $@
 
-test-clients: $(SETUP) $(PERF_ANALYZER) $(LITELLM) $(GENAI_PERF) $(AIPERF) $(FRAMEWORKS) $(NPM) $(CODEX) ## Run other clients (2 GB, npm)
+CLIENTS := $(LITELLM) $(GENAI_PERF) $(AIPERF) $(FRAMEWORKS) $(NPM) $(AGENTS) $(INSTRUCTOR) $(AIDER) $(CODING_AGENTS)
+test-clients: $(SETUP) $(PERF_ANALYZER) $(CLIENTS) ## Run other clients, frameworks and coding agents (4 GB, npm)
 	REQUIRE_CLIENTS=1 $(BIN)/pytest tests/server/test_dialects.py tests/openai/test_clients_frameworks.py \
-	  tests/openai/test_client_codex.py \
+	  tests/openai/test_client_loops.py tests/openai/test_client_coding_agents.py \
 	  tests/openai/test_encoders.py \
 	  tests/cli/test_bench.py tests/deploy/test_kserve.py
 
@@ -145,8 +149,25 @@ $(NPM): $(SETUP)
 	npm install --silent --no-audit --no-fund --prefix $(@D) openai@6.49.0
 	@touch $@
 
-$(CODEX): $(SETUP)
-	npm install --silent --no-audit --no-fund --prefix $(@D) @openai/codex@0.171.0
+$(AGENTS): $(SETUP)
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet openai-agents==0.24.0 'pydantic-ai-slim[openai,anthropic]==2.68.0' langgraph==1.2.24 \
+	  langchain-openai==1.7.4 huggingface_hub==2.4.0
+	@touch $@
+
+$(INSTRUCTOR): $(SETUP)
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet instructor==1.17.0
+	@touch $@
+
+$(AIDER): $(SETUP)
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet aider-chat==0.86.2
+	@touch $@
+
+$(CODING_AGENTS): $(SETUP)
+	npm install --silent --no-audit --no-fund --prefix $(@D) @openai/codex@0.171.0 @anthropic-ai/claude-code@2.1.332 \
+	  opencode-ai@1.18.33 @continuedev/cli@1.5.47
 	@touch $@
 
 test-gptq: $(SETUP) $(GPTQ) ## Test checkpoints of GPTQ and AWQ (45 MB; compiles a C extension)

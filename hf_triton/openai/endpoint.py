@@ -25,7 +25,9 @@ CHANNEL_OPTIONS: Final[tuple[tuple[str, Any], ...]] = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 5000),  # how long an attempt to connect may take
     ("grpc.max_reconnect_backoff_ms", 500),
-    ("grpc.keepalive_time_ms", 20_000),  # Triton drops a connection at the third ping without data
+    # Triton ends a connection, and the calls on it, after pings less than 5 minutes apart while it sends nothing. An
+    # answer may take longer. What is sent to a machine that is gone fails after the timeout all the same.
+    ("grpc.keepalive_time_ms", 310_000),
     ("grpc.keepalive_timeout_ms", 10_000),
 )
 RECONNECT_LIMIT_S: Final = 1.0

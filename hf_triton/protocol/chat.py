@@ -7,6 +7,7 @@ running time.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -155,7 +156,8 @@ def _read_tool_call(name: str, call: object) -> dict[str, Any]:
             call = as_function_call(call)
         except ValueError as error:
             raise ValueError(f"{param(name)} {error}") from None
-    return _function_object(name, _ToolCall, call)
+    read = _function_object(name, _ToolCall, call)
+    return read | {"id": str(read["id"])} if "id" in read else read
 
 
 def _read_arguments(value: object) -> object:
@@ -347,7 +349,21 @@ def _parse_messages(texts: Sequence[str]) -> tuple[dict[str, Any], ...]:
     values = values if isinstance(values, list) else [values]
     if not 1 <= len(values) <= MAX_MESSAGES:
         raise ValueError(f"{param(MESSAGES)} must hold 1 to {MAX_MESSAGES} messages, got {len(values)}")
-    return tuple(_parse_message(f"{MESSAGES}[{index}]", message) for index, message in enumerate(values))
+    return _with_results_in_order(
+        [_parse_message(f"{MESSAGES}[{index}]", message) for index, message in enumerate(values)]
+    )
+
+
+def _with_results_in_order(messages: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """The results of a message's calls in the order of the calls: most templates write them without ids."""
+    ordered: list[dict[str, Any]] = []
+    for is_result, run in itertools.groupby(messages, lambda message: message["role"] == TOOL):
+        if is_result and ordered:
+            ids = [call.get("id") for call in ordered[-1].get("tool_calls", ())]
+            places = {call_id: place for place, call_id in enumerate(ids)}
+            run = iter(sorted(run, key=lambda result: places.get(result.get("tool_call_id"), len(places))))
+        ordered += run
+    return tuple(ordered)
 
 
 def _parse_message(name: str, value: object) -> dict[str, Any]:

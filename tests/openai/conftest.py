@@ -19,7 +19,7 @@ from tests.support.gateway import GatewayThread, add_demo
 from tests.support.harmony import build_harmony_checkpoint
 from tests.support.paths import ROOT, load_script
 from tests.support.slow_model import DECOUPLED, SLOW_MODEL
-from tests.support.writing_model import CHATML, WRITING_MODEL
+from tests.support.writing_model import CHATML, WRITING_MODEL, build_writing_checkpoint
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -131,13 +131,14 @@ def agents(tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., 
     `harmony` writes too, as gpt-oss does.
     """
     root = tmp_path_factory.mktemp("agents")
-    checkpoint = build_tiny_checkpoint(root / "checkpoint", chat_template=CHATML, max_position_embeddings=40_960)
-    folder = make_folder(root / "repository", "writes", huggingface_model=checkpoint, max_output_length=400)
+    writing = build_writing_checkpoint(root / "writing", max_position_embeddings=131_072)
+    folder = make_folder(root / "repository", "writes", huggingface_model=writing, max_output_length=4000)
     channels = build_harmony_checkpoint(root / "channels", max_position_embeddings=4096)
     harmony = make_folder(root / "repository", "harmony", huggingface_model=channels, config=DECOUPLED)
-    for writing in (folder, harmony):
-        (writing / "1" / "model.py").write_text(WRITING_MODEL)
+    for made in (folder, harmony):
+        (made / "1" / "model.py").write_text(WRITING_MODEL)
     no_thinking = json.dumps({"thinking_budget": 0})
+    checkpoint = build_tiny_checkpoint(root / "checkpoint", chat_template=CHATML, max_position_embeddings=40_960)
     shared = {"huggingface_model": checkpoint, "max_output_length": 400}
     free = make_folder(root / "repository", "free", generation_defaults=no_thinking, **shared)
     for served in (folder, free):

@@ -20,11 +20,19 @@ def has(program: Path, target: str = "test-clients") -> Path:
     return program
 
 
-def run(command: list[str], folder: Path, **environment: str) -> str:
+def run(command: list[str], folder: Path, *, timeout_s: float = 240, **environment: str) -> str:
     """What a client prints; it runs in `folder`, without a proxy."""
     direct = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+    direct["PWD"] = str(folder)  # as a shell's `cd` does; some clients work there
     done = subprocess.run(
-        command, cwd=folder, env=direct | environment, capture_output=True, text=True, timeout=240, check=False
+        command,
+        cwd=folder,
+        env=direct | environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout

@@ -482,3 +482,37 @@ def test_an_empty_list_of_tool_calls_is_none() -> None:
     said = {"role": "assistant", "content": "Well", "tool_calls": []}
     chat = parse_chat(json.dumps([HI, said]), {"continue_final_message": True}, 10_000)
     assert chat.messages[1] == {"role": "assistant", "content": "Well"}
+
+
+def results(*ids: str | None) -> list[dict[str, Any]]:
+    return [
+        {"role": "tool", "content": f"result of {call_id}"} | ({"tool_call_id": call_id} if call_id else {})
+        for call_id in ids
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (("c", "a", "b"), ("a", "b", "c")),
+        (("b", "x", "a"), ("a", "b", "x")),
+        ((None, "b", None), ("b", None, None)),
+        ((None, None), (None, None)),
+        (("c",), ("c",)),
+    ],
+    ids=["all", "one of no call", "some without ids", "without ids", "one"],
+)
+def test_results_come_in_the_order_of_their_calls(
+    given: tuple[str | None, ...], expected: tuple[str | None, ...]
+) -> None:
+    said = {"role": "assistant", "tool_calls": [CALL | {"id": call_id} for call_id in "abc"]}
+    chat = parse(HI, said, *results(*given), ANSWER, said, *results(*given), HI)
+    one = [message for message in chat.messages if message["role"] == "tool"]
+    assert one == 2 * results(*expected)
+    assert [message["role"] for message in chat.messages[2 : 3 + len(given)]] == [*(len(given) * ["tool"]), "assistant"]
+
+
+@pytest.mark.parametrize("call_id", [7, ["a"], {"a": 1}], ids=["number", "list", "object"])
+def test_an_id_that_is_no_text_becomes_one(call_id: object) -> None:
+    chat = parse(HI, {"role": "assistant", "tool_calls": [CALL | {"id": call_id}]}, *results("b"))
+    assert chat.messages[1]["tool_calls"][0]["id"] == str(call_id)
