@@ -88,7 +88,13 @@ def test_chunks_of_completions_hold_the_tokens_of_the_whole_answer(
 
 
 def test_the_scores_of_a_long_echo_come_at_the_end(client: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {"model": "demo", "prompt": "The model " * 150, "max_tokens": 4, "logprobs": 0, "echo": True}
+    asked: dict[str, Any] = {
+        "model": "demo",
+        "prompt": "The model " * 150,
+        "max_tokens": 4,
+        "logprobs": 0,
+        "echo": True,
+    }
     [choice] = client.completions.create(**asked, temperature=0).choices
     *early, last = [chunk.choices[0] for chunk in client.completions.create(**asked, temperature=0, stream=True)]
     assert choice.logprobs is not None
