@@ -140,7 +140,9 @@ def _check_names(value: Mapping[str, object], known: set[str]) -> None:
     if unknown:
         hint = ": put it into json_schema" if unknown[0] == "schema" and "json_schema" in known else ""
         names = ", ".join(sorted(known))
-        raise ValueError(f"{param('response_format')} has no field {clip(unknown[0])}{hint}; it is made of {names}")
+        raise ValueError(
+            f"{param('response_format')} has no field of this name, got {clip(unknown[0])}{hint}; it has {names}"
+        )
 
 
 # --- other servers' forms --------------------------------------------------------------------------------------------

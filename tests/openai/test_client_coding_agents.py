@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Coding agents, as `make test-clients` installs them: they run commands, send back what was printed, and are answered.
 
-They reach the gateway alone: each has its own home folder, and what it asks of other servers is switched off.
+Each has its own home folder, and what it asks of other servers is switched off, as far as it has a switch.
 """
 
 import json
@@ -16,6 +16,8 @@ from tests.support.clients import CLIENTS, has, run
 from tests.support.gateway import GatewayThread
 from tests.support.writing_model import call, write_script
 
+NOWHERE: Final = "http://127.0.0.1:9"
+"""Nothing listens there."""
 NUM_TURNS: Final = 30
 NUM_CALLS: Final = 3
 TIMEOUT_S: Final = 900
@@ -86,7 +88,12 @@ def opencode(url: str, home: Path, task: str) -> tuple[list[str], dict[str, str]
 def continue_(url: str, home: Path, task: str) -> tuple[list[str], dict[str, str]]:
     (home / "config.yaml").write_text(CONTINUE.format(url=url))
     options = ["--config", str(home / "config.yaml"), "--auto", "--print"]
-    environment = {"CONTINUE_TELEMETRY_ENABLED": "0", "CONTINUE_GLOBAL_DIR": str(home)}
+    environment = {
+        "CONTINUE_GLOBAL_DIR": str(home),
+        "CONTINUE_METRICS_ENABLED": "0",
+        "CONTINUE_CLI_AUTO_UPDATED": "1",
+        "CONTINUE_API_BASE": NOWHERE,
+    }
     return [_program("cn"), *options, task], environment
 
 
@@ -149,9 +156,9 @@ def _folders(root: Path) -> tuple[Path, Path]:
 
 
 def _environment(home: Path) -> dict[str, str]:
-    """Of a client that knows its home alone; nothing listens at port 9, so what it asks of other servers is refused."""
+    """Of a client that knows its home alone, and is refused what it asks of other servers."""
     homes = ("HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME", "XDG_CACHE_HOME")
-    return {**dict.fromkeys(homes, str(home)), "HTTPS_PROXY": "http://127.0.0.1:9", "NO_PROXY": "127.0.0.1,localhost"}
+    return {**dict.fromkeys(homes, str(home)), "HTTPS_PROXY": NOWHERE, "NO_PROXY": "127.0.0.1,localhost"}
 
 
 def _files(turn: int) -> dict[str, str]:

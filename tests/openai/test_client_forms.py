@@ -132,7 +132,7 @@ WRONG_FORMATS: dict[str, tuple[object, str]] = {
         {"type": "json_object", "schema": 5},
         "response_format.schema must be a JSON schema, an object, got 5",
     ),
-    "a field": ({"type": "text", "foo": 1}, "response_format has no field 'foo'; it is made of type"),
+    "a field": ({"type": "text", "foo": 1}, "response_format has no field of this name, got 'foo'; it has type"),
 }
 
 
