@@ -38,7 +38,8 @@ class TokenizerAnswers:
         self, checkpoint: Checkpoint, context_length: int, limits: Limits, chat_template: str | None = None
     ) -> None:
         self._tokenizer: Any = checkpoint.tokenizer
-        self._vocabulary_size = checkpoint.vocabulary_size
+        told = getattr(checkpoint.model.config.get_text_config(), "vocab_size", None)
+        self._vocabulary_size = max(len(self._tokenizer), told or 0)
         self._context_length = context_length
         self._limits = limits
         self._chat_template = chat_template

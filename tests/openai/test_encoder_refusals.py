@@ -91,3 +91,12 @@ def test_a_sentence_is_told_by_its_own_place(gateway: GatewayThread, num_sentenc
     answer = httpx.post(f"{gateway.url}/similarity", json={"model": "minilm", "inputs": inputs, "truncate": False})
     place = "source_sentence" if is_source else f"sentences[{num_sentences - 1}]"
     assert (answer.status_code, message_of(answer)[-len(place) - 3 :]) == (413, f" ({place})"), answer.text
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/classify", "/embed", "/predict"])
+def test_a_side_is_told_by_the_name_that_the_client_gave_it(gateway: GatewayThread, path: str) -> None:
+    _, least, texts = APIS[path]
+    body = {**least, texts: ["a"], "truncation_direction": "up"}
+    answer = httpx.post(gateway.url + path, json=body, timeout=60)
+    assert (answer.status_code in (400, 413), "truncation_direction" in message_of(answer)) == (True, True), answer.text
+    assert "truncation_side" not in answer.text
