@@ -11,6 +11,8 @@ from hf_triton.openai.answers import json_output
 from hf_triton.openai.triton_messages import Outputs
 
 REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
+CONTINUATION: Final = bytes(range(0x80, 0xC0))
+"""Bytes of a character that do not begin it."""
 MAX_TOKEN_BYTES: Final = 1024
 """Bytes that a prompt's first token may have, if a stop string has cut the text."""
 
@@ -110,12 +112,20 @@ def _beginning(text: str, token: Mapping[str, Any]) -> Mapping[str, Any]:
 def _first_token(text: str, others: list[Mapping[str, Any]]) -> dict[str, Any]:
     """What the other tokens leave of a text, or of its beginning: a stop string has cut it."""
     whole, rest = text.encode(), b"".join(_bytes_of(token) or token["decoded_token"].encode() for token in others)
-    left = whole.removesuffix(rest)
-    if rest and left == whole:
+    begun = len(rest) - len(rest.lstrip(CONTINUATION))  # of a character that the first token may begin
+    shown = [rest[:start] + rest[start:].decode(errors="replace").encode() for start in (begun, 0)]
+    # A tokenizer may write a mark for each byte of a character that is cut off.
+    pairs = [(whole, shown[0]), (whole, shown[1]), (_without_marks(whole), _without_marks(shown[1]))]
+    left = next((each.removesuffix(end) for each, end in pairs if each.endswith(end)), None)
+    if left is None:
         ends = range(min(len(whole), MAX_TOKEN_BYTES) + 1)
-        left = whole[: next((end for end in ends if rest.startswith(whole[end:])), 0)]
+        left = whole[: next((end for end in ends if shown[0].startswith(whole[end:])), 0)]
     first = left.decode(errors="replace")
     return {"decoded_token": first} | ({"bytes": [*left]} if REPLACEMENT in first else {})
+
+
+def _without_marks(text: bytes) -> bytes:
+    return text.replace(REPLACEMENT.encode(), b"")
 
 
 def _top_by_token(tokens: list[tuple[str, Mapping[str, Any]]]) -> dict[str, float]:

@@ -62,6 +62,18 @@ def test_the_first_token_of_a_prompt_is_what_the_others_leave(kind: str, num_cut
     assert logprobs["text_offset"] == [0] * (len(ids) - 2) + [1, 2]
 
 
+@pytest.mark.parametrize("kind", WITHOUT_GAPS)
+@pytest.mark.parametrize("num_cut", [1, 2, 3])
+def test_a_character_that_is_cut_off_leaves_the_first_token_as_it_is(kind: str, num_cut: int) -> None:
+    for begin in ("a cat ", "é a cat "):
+        whole = raw_ids(kind, begin + "😀")
+        ids = whole[: len(whole) - num_cut]
+        logprobs = completion_logprobs([None, *positions_of(kind, ids[1:])], text_of(kind, ids))
+        first = completion_logprobs([None, *positions_of(kind, whole[1:])], text_of(kind, whole))
+        assert logprobs["tokens"] == first["tokens"][: len(ids)]
+        assert logprobs["text_offset"] == first["text_offset"][: len(ids)]
+
+
 def test_alternatives_with_one_text_are_all_listed() -> None:
     part = {"decoded_token": "\ufffd", "rank": 1, "logprob": -0.5, "bytes": [0xF0]}
     own = {**part, "rank": None, "logprob": -9.0, "bytes": [0x9F]}
