@@ -317,11 +317,19 @@ class TritonModels:
         return True
 
     async def _has_changed(self, folder: Folder | None, error: ApiError) -> bool:
-        """Whether Triton refused a request that was made for a folder as it was before others loaded it anew."""
-        if folder is None or error.code is not None:
+        """Whether Triton refused a request that was made for a folder as it was before others loaded it anew.
+
+        Raises:
+            ApiError: Triton stops: to it, models that it has unloaded for that do not exist.
+        """
+        if folder is None:
+            return False
+        is_unknown = error.status_code == 404 and (folder.stream_of or folder.name) not in self._models
+        if error.code is not None and not is_unknown:
             return False
         await self._refresh()
-        return self._folders.get(folder.name, folder) != folder
+        found = self._folders.get(folder.name)
+        return found is not None and (is_unknown or found != folder)
 
     async def _refresh(self) -> None:
         """List the models as they are now."""
