@@ -13,13 +13,12 @@ from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
 import annotated_types
 from fastapi import APIRouter, Request
-from starlette.datastructures import FormData, UploadFile
+from starlette.datastructures import FormData, ImmutableMultiDict, QueryParams, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
-from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from hf_triton.errors import clip
-from hf_triton.openai.bodies import named_model
+from hf_triton.openai.bodies import named_model, read_body
 from hf_triton.openai.disconnect import run_while_connected
 from hf_triton.openai.errors import RESPONSES, ApiError
 from hf_triton.openai.fields import IGNORED, Fields, Ignored
@@ -159,13 +158,9 @@ async def _read_form(request: Request, fields: type[AnyFields]) -> tuple[AnyFiel
     if media_type != "multipart/form-data" and not media_type.startswith(FILE_TYPES):
         message = "the body must be a form with a file: send it as multipart/form-data, or the file alone as audio/..."
         raise ApiError(415, message)
-    try:
-        body = b"".join([piece async for piece in request.stream()])
-    except ClientDisconnect:
-        raise ApiError(499, "the client disconnected", code="cancelled") from None
+    body = await read_body(request)
     if media_type != "multipart/form-data":
-        values = {name: _read(name, value) for name, value in request.query_params.items()}
-        return await _checked(request, fields, values), body
+        return await _checked(request, fields, dict(_values(request.query_params, fields.model_fields))), body
     async with AsyncExitStack() as stack:
         form = await _parse_form(request, body)
         stack.push_async_callback(form.close)
@@ -193,7 +188,9 @@ async def _parse_form(request: Request, body: bytes) -> FormData:
         raise ApiError(400, f"the body is no form that can be read: {error.message.rstrip('.')}") from None
 
 
-def _values(form: FormData, known: Collection[str]) -> Iterator[tuple[str, object]]:
+def _values(
+    form: ImmutableMultiDict[str, str | UploadFile] | QueryParams, known: Collection[str]
+) -> Iterator[tuple[str, object]]:
     """The fields by name, those that are not empty; a name that ends in `[]` is a list.
 
     Raises:

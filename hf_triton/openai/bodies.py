@@ -19,7 +19,7 @@ from anyio.lowlevel import RunVar
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from pydantic_core import to_json
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope
 
@@ -81,18 +81,12 @@ class JsonRequest(Request):
         """The whole body.
 
         Raises:
-            ApiError: It is too large.
+            ApiError: It is too large, or the client leaves before its end.
         """
         if not hasattr(self, "_body"):
             if int(self.headers.get("content-length", "0")) > self._max_body_bytes:
                 raise too_large(self._max_body_bytes)
-            pieces, num_bytes = [], 0
-            async for piece in self.stream():
-                num_bytes += len(piece)
-                if num_bytes > self._max_body_bytes:
-                    raise too_large(self._max_body_bytes)
-                pieces.append(piece)
-            self._body = b"".join(pieces)
+            self._body = await read_body(self, self._max_body_bytes)
         return self._body
 
     async def json(self) -> Any:
@@ -104,6 +98,28 @@ class JsonRequest(Request):
         if task is not None:
             value["model"] = await named_model(self, value.get("model"), task)
         return await beside_loop(self, self._model.model_validate, value)
+
+
+async def read_body(request: Request, max_body_bytes: int | None = None) -> bytes:
+    """The whole body of a request.
+
+    Args:
+        request: The request.
+        max_body_bytes: Limit of the body; None: that of the gateway.
+
+    Raises:
+        ApiError: It is too large, or the client leaves before its end.
+    """
+    pieces, num_bytes = [], 0
+    try:
+        async for piece in request.stream():
+            num_bytes += len(piece)
+            if max_body_bytes is not None and num_bytes > max_body_bytes:
+                raise too_large(max_body_bytes)
+            pieces.append(piece)
+    except ClientDisconnect:
+        raise ApiError(499, "the client disconnected", code="cancelled") from None
+    return b"".join(pieces)
 
 
 async def named_model(request: Request, name: Any, task: str) -> Any:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Annotated, Any, Final
@@ -149,6 +149,8 @@ class ChatRequest(GenerationFields):
     def _other_names(self) -> dict[str, str]:
         """Our parameters that are given by other APIs' fields."""
         names = {"response_format": "format"} if self.format else {}
+        if self.continue_final_message is None and (place := prefix_of(self.messages)):
+            names["continue_final_message"] = place
         if isinstance(self.think, str) and self.reasoning_effort is None:
             names["reasoning_effort"] = "think"
         elif self.think is False:
@@ -162,7 +164,7 @@ class ChatRequest(GenerationFields):
             name: value for name in BOOLEAN_OPTIONS if (value := getattr(self, name)) is not None
         }
         last = self.messages[-1]
-        if last.get("role") == ASSISTANT and any(last.get(name) is True for name in PREFIXES):
+        if prefix_of(self.messages):
             options.setdefault("continue_final_message", True)
         for message in self.messages:
             for name in unknown_fields(message):
@@ -189,6 +191,13 @@ class ChatRequest(GenerationFields):
             name: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
             for name, value in values.items()
         }
+
+
+def prefix_of(messages: Sequence[Mapping[str, Any]]) -> str | None:
+    """The place of the field by which the last message is to be continued: `messages[2].prefix`; None: it is not."""
+    last = messages[-1]
+    name = next((name for name in PREFIXES if last.get(name) is True and last.get("role") == ASSISTANT), None)
+    return name and f"messages[{len(messages) - 1}].{name}"
 
 
 @router.post("/v1/chat/completions", responses=RESPONSES)

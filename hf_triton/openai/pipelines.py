@@ -48,6 +48,8 @@ TASK_INPUTS: Final[Mapping[str, tuple[str, ...]]] = {
     QUESTION_ANSWERING: ("question", "context"),
 }
 """The inputs of models by task; others have texts."""
+REQUIRED: Final[Mapping[str, tuple[str, ...]]] = {ZERO_SHOT: ("candidate_labels",)}
+"""Parameters without which a task refuses a request, by name."""
 TOP_K: Final[Mapping[str, int | None]] = {CLASSIFICATION: None, IMAGE_CLASSIFICATION: 5}
 """How many labels are listed by default, as pipelines do; None: all."""
 FILES: Final = (SPEECH, IMAGE_CLASSIFICATION)
@@ -158,16 +160,29 @@ def _read(values: dict[str, Any], task: str | None) -> _Asked:
     if len(names) == 1:
         if not all(isinstance(row, str) for row in rows):
             raise ApiError(400, f"inputs must be a string or a list of strings, got {clip(given)}", param="inputs")
-        return _Asked(body, task, {names[0]: text_list("inputs", rows)}, is_list)
+        return _Asked(body, task, {names[0]: text_list("inputs", given)}, is_list)
     if not rows or not all(isinstance(row, dict) and {*row} == {*names} for row in rows):
         wanted = " and ".join(names)
         raise ApiError(400, f"inputs must be an object with {wanted}, or a list of them", param="inputs")
-    return _Asked(body, task, {name: text_list("inputs", [row[name] for row in rows]) for name in names}, is_list)
+    texts = {
+        name: [
+            _text(f"inputs[{row}].{name}" if is_list else f"inputs.{name}", each[name]) for row, each in enumerate(rows)
+        ]
+        for name in names
+    }
+    return _Asked(body, task, texts, is_list)
+
+
+def _text(place: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ApiError(400, f"{place} must be a text that is not empty, got {clip(value)}", param=place)
+    return value
 
 
 async def _encode(request: Request, asked: _Asked, outputs: Sequence[str], given: Mapping[str, Any]) -> Outputs:
     parameters = {name: _value(name, value) for name, value in given.items() if value is not None}
-    names = {**dict.fromkeys(asked.texts, "inputs"), **{name: f"parameters.{name}" for name in parameters}}
+    names = {name: f"parameters.{name}" for name in (*parameters, *REQUIRED.get(asked.task, ()))}
+    names |= dict.fromkeys(asked.texts, "inputs")
     return await encode(request, asked.body, asked.task, asked.texts, outputs, parameters=parameters, names=names)
 
 
@@ -193,7 +208,8 @@ def _value(name: str, value: Any) -> bool | int | float | str:
 async def _labels(request: Request, asked: _Asked) -> Response:
     """Labels with their scores, the best first; of one text as a list of one, which the Hub's client reads."""
     given = dict(asked.body.parameters or {})
-    top_k = given.pop("top_k", None) or TOP_K[asked.task]
+    top_k = TOP_K[asked.task] if given.get("top_k") is None else given["top_k"]
+    given.pop("top_k", None)
     if top_k is not None and (type(top_k) is not int or top_k < 1):
         place = "parameters.top_k"
         raise ApiError(400, f"{param(place)} must be an integer >= 1, got {clip(top_k)}", param=place)

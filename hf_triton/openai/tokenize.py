@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Final
 
 import annotated_types
@@ -14,6 +15,7 @@ from fastapi.responses import Response
 from hf_triton.errors import clip
 from hf_triton.openai.answers import json_output, text_of
 from hf_triton.openai.bodies import ANY_TASK, JsonRoute, beside_loop, json_response
+from hf_triton.openai.chat import prefix_of
 from hf_triton.openai.client_names import ClientNames
 from hf_triton.openai.disconnect import run_while_connected
 from hf_triton.openai.encoders import NUM_TOKENS
@@ -97,7 +99,10 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     for kind in filter(None, map(hosted_type, body.tools or ())):
         pass_over(f"tools.{kind}")
     prompt: dict[str, Any] = {"messages": body.messages} if body.messages else {"prompts": [body.prompt]}
-    outputs = await _run(request, body, options, returns=(JSON_OUTPUT,), **prompt)
+    names = {}
+    if body.continue_final_message is None and body.messages and (place := prefix_of(body.messages)):
+        options["continue_final_message"], names = True, {"continue_final_message": place}
+    outputs = await _run(request, body, options, returns=(JSON_OUTPUT,), names=names, **prompt)
     return await json_response(size_of(outputs), lambda: json_output(outputs, JSON_OUTPUT, 0) | more)
 
 
@@ -152,6 +157,7 @@ async def _run(
     body: TokenizeRequest | DetokenizeRequest,
     options: dict[str, bool | int | str],
     returns: tuple[str, ...],
+    names: Mapping[str, str] = MappingProxyType({}),
     **prompt: Any,
 ) -> Outputs:
     generation = Generation(
@@ -160,7 +166,7 @@ async def _run(
         {},
         {"tokenize_only": True, "exclude_input_in_output": False, **options},
         returns=returns,
-        names=body.names_of({"prompt_token_ids": "tokens", "text_input": "prompt"}, rows=()),
+        names=body.names_of({"prompt_token_ids": "tokens", "text_input": "prompt", **names}, rows=()),
         num_bytes=len(await request.body()),
         **prompt,
     )

@@ -281,7 +281,7 @@ def suggest(name: str, known: Iterable[str], page: str = "", words: Callable[[st
     if close := difflib.get_close_matches(name[:MAX_NAME], names, n=1, cutoff=MIN_LIKENESS):
         return f", did you mean '{words(close[0])}'?"
     if not page or len(names) <= MAX_LISTED:
-        return f"; known are {', '.join(map(words, names))}"
+        return f"; known are {', '.join(map(words, names))}" if names else ""
     near = [words(each) for each in difflib.get_close_matches(name[:MAX_NAME], names, n=NUM_NEAR, cutoff=0.0)]
     return f"; the nearest are {', '.join(near[:-1])} and {near[-1]}, and {page} lists all"
 

@@ -51,7 +51,7 @@ AS_IF_ABSENT: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def post(gateway: GatewayThread, path: str, **fields: object) -> httpx.Response:
-    return httpx.post(gateway.url + path, json={**LEAST[path], **fields}, timeout=60)
+    return httpx.post(gateway.url + path, json={**LEAST.get(path, {}), **fields}, timeout=60)
 
 
 @pytest.mark.parametrize("name", AS_IF_ABSENT)
@@ -123,6 +123,16 @@ def test_a_prefix_is_continued(gateway: GatewayThread, name: str) -> None:
     assert earlier.headers["x-hf-triton-ignored"] == f"messages.{name}"
     plain = post(gateway, CHAT, model="demo", messages=[*HELLO, {**start, name: False}])
     assert plain.json()["usage"]["prompt_tokens"] > wanted.json()["usage"]["prompt_tokens"]
+    for marked, answer in ((True, wanted), (False, plain)):
+        counted = post(gateway, "/tokenize", model="demo", messages=[*HELLO, {**start, name: marked}])
+        assert counted.json()["count"] == answer.json()["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+def test_a_prefix_that_cannot_be_continued_is_named(gateway: GatewayThread, path: str) -> None:
+    last = {"role": "assistant", "content": "The", "prefix": True}
+    error = post(gateway, path, model="demo", messages=[*HELLO, last], add_generation_prompt=True).json()["error"]
+    assert error["message"].startswith("add_generation_prompt starts a new message, messages[1].prefix continues")
 
 
 WRONG_FORMATS: dict[str, tuple[object, str]] = {

@@ -102,11 +102,24 @@ def test_audio_is_transcribed(gateway: GatewayThread, tmp_path: Path, path: str)
         assert InferenceClient(gateway.url + path).automatic_speech_recognition(WAV).text == heard.text
 
 
+def test_fields_beside_an_audio_are_those_of_a_form(gateway: GatewayThread) -> None:
+    url, name = f"{gateway.url}/v1/audio/transcriptions", "timestamp_granularities"
+    fields = {"response_format": "verbose_json", f"{name}[]": ["word", "segment"]}
+    form = httpx.post(url, data=fields, files={"file": ("a.wav", WAV)}, timeout=60)
+    assert "words" in form.json()
+    for each in (name, f"{name}[]"):
+        query = {"response_format": "verbose_json", each: ["word", "segment"]}
+        alone = httpx.post(url, params=query, content=WAV, headers={"content-type": "audio/wav"}, timeout=60)
+        assert alone.json() == form.json()
+    twice = {"params": {"model": ["a", "whisper"]}, "headers": {"content-type": "audio/wav"}}
+    assert httpx.post(url, content=WAV, **twice, timeout=60).json()["error"]["param"] == "model"
+
+
 def test_parameters_of_audio_reach_the_model(client_of: Callable[..., InferenceClient]) -> None:
     for model in ("whisper", ""):
         heard = client_of(model).automatic_speech_recognition(WAV, extra_body={"return_timestamps": "segment"})
         assert heard.chunks is not None
-    with pytest.raises(Exception, match="there is no input or parameter 'beams'"):
+    with pytest.raises(Exception, match=r"there is no input or parameter 'parameters[.]beams'"):
         client_of("whisper").automatic_speech_recognition(WAV, extra_body={"beams": 2})
 
 
@@ -188,6 +201,23 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
         {"params": {"model": "answers"}, "json": {"inputs": {"question": "a"}}},
         400,
         "inputs must be an object with question and context",
+    ),
+    "a question that is no text": (
+        {"params": {"model": "answers"}, "json": {"inputs": [{"question": ["a", "b"], "context": "c"}]}},
+        400,
+        "inputs[0].question must be a text that is not empty, got ['a', 'b']",
+    ),
+    "an empty context": (
+        {"params": {"model": "answers"}, "json": {"inputs": {"question": "a", "context": ""}}},
+        400,
+        "inputs.context must be a text that is not empty",
+    ),
+    "an empty text": ({"params": {"model": "sentiment"}, "json": {"inputs": ""}}, 400, "inputs is empty"),
+    "no labels": ({"params": {"model": "nli"}, "json": {"inputs": "a"}}, 400, "parameters.candidate_labels is missing"),
+    "top_k of none": (
+        {"params": {"model": "sentiment"}, "json": {"inputs": "a", "parameters": {"top_k": 0}}},
+        400,
+        "parameters.top_k must be an integer >= 1, got 0",
     ),
     "top_k": (
         {"params": {"model": "sentiment"}, "json": {"inputs": "a", "parameters": {"top_k": 0.5}}},

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
+from starlette.requests import Request
 
 from hf_triton.openai.app import ROUTERS
 from hf_triton.openai.bodies import (
@@ -18,9 +19,11 @@ from hf_triton.openai.bodies import (
     MAX_CONTAINERS,
     MAX_JSON_BYTES,
     MAX_VALUES,
+    JsonRequest,
     JsonRoute,
     beside,
     check_counts,
+    read_body,
     write_json,
 )
 from hf_triton.openai.errors import ApiError
@@ -183,6 +186,20 @@ def test_large_work_is_done_by_one_thread_in_every_loop() -> None:
     for _ in range(2):
         asyncio.run(run())
     assert most == [1] * 20
+
+
+@pytest.mark.parametrize("kind", [Request, JsonRequest])
+def test_a_client_that_leaves_within_its_body_is_no_failure(kind: Any) -> None:
+    messages = iter([{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}])
+
+    async def receive() -> Any:
+        return next(messages)
+
+    scope = {"type": "http", "headers": []}
+    reading = read_body(Request(scope, receive)) if kind is Request else JsonRequest(scope, receive, 9, None).body()
+    with pytest.raises(ApiError) as raised:
+        asyncio.run(reading)
+    assert (raised.value.status_code, raised.value.code) == (499, "cancelled")
 
 
 @pytest.mark.parametrize(
