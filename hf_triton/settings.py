@@ -272,7 +272,7 @@ class ModelSettings(BaseModel):
     see the parameter `cache_salt`."""
 
     decoding: Literal["auto", "eager", "cuda_graphs"] = "auto"
-    """How the continuous engine, and an encoder that PyTorch computes, run the forwards of small steps (up to 512
+    """How the continuous engine, and an encoder that PyTorch computes, run the forwards of small steps (up to 1,024
     tokens) on a GPU. `auto` captures them as CUDA graphs at load, and runs them eagerly, with a reason in the log, if
     the model cannot be captured; `cuda_graphs` refuses to load then; `eager` captures nothing. Steps with LoRA adapters
     run eagerly."""

@@ -12,6 +12,7 @@ name are of other splits and tiles than the kernel chooses.
 from __future__ import annotations
 
 import itertools
+from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -153,8 +154,7 @@ def time_case(
 
 
 @torch.inference_mode()
-def main() -> None:
-    options = read_options(__doc__)
+def main(options: Namespace) -> None:
     figures, device = Figures("attention", options.out), options.device
     bandwidth = copy_bytes_per_s(device)
     shapes, loads = (SMALL_SHAPES, SMALL_LOADS) if options.small else (SHAPES, LOADS)
@@ -180,8 +180,14 @@ def main() -> None:
                 error=error,
                 **others,
             )
-    sweep(figures, next(iter(shapes.values())), device)
+
+
+@torch.inference_mode()
+def main_sweep(options: Namespace) -> None:
+    """Other splits and tiles of the first model."""
+    shapes = SMALL_SHAPES if options.small else SHAPES
+    sweep(Figures("attention", options.out), next(iter(shapes.values())), options.device)
 
 
 if __name__ == "__main__":
-    main()
+    main(read_options(__doc__))

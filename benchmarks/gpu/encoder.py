@@ -11,6 +11,7 @@ float32 with padding.
 from __future__ import annotations
 
 import random
+from argparse import Namespace
 from typing import Any
 
 import numpy as np
@@ -58,8 +59,7 @@ def lowest_cosine(found: npt.NDArray[np.float32], expected: npt.NDArray[np.float
     return float(((found * expected).sum(1) / norms).min())
 
 
-def main() -> None:
-    options = read_options(__doc__)
+def main(options: Namespace) -> None:
     figures, device = Figures("encoder", options.out), options.device
     inputs, rounds = (texts(4, 16), 1) if options.small else (texts(4096, 256), 5)
     expected = padded(build_encoder_model(device, torch.float32, is_small=options.small), inputs)
@@ -87,4 +87,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(read_options(__doc__))

@@ -10,8 +10,8 @@ in bfloat16, where rounding may part some. The exit status is 1 if a completion 
 from __future__ import annotations
 
 import random
-import sys
 import tempfile
+from argparse import Namespace
 from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
@@ -88,8 +88,7 @@ def compare(model: Any, mode: Literal["eager", "auto"], given: list[Item], expec
     return {"equal": equal, "of": len(given), "is_captured": engine.runner._graphs is not None}
 
 
-def main() -> None:
-    options = read_options(__doc__)
+def main(options: Namespace) -> None:
     figures, num_wrong = Figures("equality", options.out), 0
     given = items(6 if options.small else NUM_PROMPTS)
     for dtype in (torch.float32, torch.bfloat16):
@@ -103,8 +102,9 @@ def main() -> None:
                     found = compare(model, mode, given, expected)
                     figures.add(**names, name=mode, **found)
                     num_wrong += (found["of"] - found["equal"]) * (dtype == torch.float32)
-    sys.exit(num_wrong > 0)
+    if num_wrong:
+        raise SystemExit(f"{num_wrong} completions in float32 differ")
 
 
 if __name__ == "__main__":
-    main()
+    main(read_options(__doc__))

@@ -22,6 +22,8 @@ import torch
 import transformers
 
 PACKAGES = ("torch", "triton", "transformers", "numpy", "numba")
+CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
+"""The versions that the project tests; a device has torch and triton of its own."""
 FILE = "figures.jsonl"
 FLUSHED_BYTES = 2**28
 """More than any cache of a card holds."""
@@ -71,7 +73,11 @@ def read_options(description: str | None, models: Sequence[str] = ()) -> argpars
         parser.add_argument("model", choices=models)
     parser.add_argument("--small", action="store_true", help="tiny loads on a CPU, to test the benchmark itself")
     parser.add_argument("--out", type=Path, default=Path(), help="folder of figures.jsonl")
-    options = parser.parse_args()
+    return check_options(parser, parser.parse_args())
+
+
+def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> argparse.Namespace:
+    """Options with the device added; ends the process where it is missing."""
     if not options.small and not torch.cuda.is_available():
         parser.error("no CUDA device; --small runs on a CPU")
     options.device = torch.device("cpu" if options.small else "cuda")
@@ -87,6 +93,7 @@ def machine(device: torch.device) -> dict[str, Any]:
             versions[package] = version(package)
         except PackageNotFoundError:
             versions[package] = "-"
+    locked = dict(line.split("==") for line in CONSTRAINTS.read_text().split() if "==" in line)
     is_cuda = device.type == "cuda"
     return {
         "card": torch.cuda.get_device_name(device) if is_cuda else f"CPU, {platform.machine()}",
@@ -96,6 +103,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "gcc": _first_line("gcc", "--version"),
         "python": platform.python_version(),
         **versions,
+        "locked": {package: locked[package] for package in PACKAGES if package in locked},
         "commit": os.environ.get("COMMIT") or _first_line("git", "rev-parse", "--short", "HEAD"),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
     }
@@ -162,10 +170,14 @@ def matmul_flops(device: torch.device) -> float:
     return float(2 * size**3 / median_s(lambda: left @ right, device))
 
 
-if __name__ == "__main__":
-    given = read_options("The machine, and what it reaches in a copy and a product.")
-    Figures("machine", given.out).add(
-        **machine(given.device),
-        copy_tb_per_s=copy_bytes_per_s(given.device) / 1e12,
-        matmul_tflops=matmul_flops(given.device) / 1e12,
+def main(options: argparse.Namespace) -> None:
+    """The machine, and what it reaches in a copy and a product."""
+    Figures("machine", options.out).add(
+        **machine(options.device),
+        copy_tb_per_s=copy_bytes_per_s(options.device) / 1e12,
+        matmul_tflops=matmul_flops(options.device) / 1e12,
     )
+
+
+if __name__ == "__main__":
+    main(read_options(main.__doc__))

@@ -226,17 +226,23 @@ class Times:
 def run_requests(engine: ContinuousBatchingEngine, requests: list[Request], width: int) -> dict[str, float]:
     """`width` requests in flight, until all have ended: tokens per second, and the clients' times.
 
+    `steady_tokens_per_s` is that of the time in which `width` are in flight, each that ends followed by another one;
+    what comes behind the last of these takes `tail_s`.
+
     Raises:
         HfTritonError: A request failed.
     """
     room, outcomes, times = threading.Semaphore(width), queue.SimpleQueue[Outcome](), list[Times]()
+    full_s = None
 
     def finish(outcome: Outcome) -> None:
         outcomes.put(outcome)
         room.release()
 
     began_s = time.perf_counter()
-    for each in requests:
+    for number, each in enumerate(requests):
+        if number == width:
+            full_s = time.perf_counter()
         room.acquire()
         times.append(Times(time.perf_counter()))
         listener = Listener(finish, note=times[-1].note)
@@ -251,10 +257,16 @@ def run_requests(engine: ContinuousBatchingEngine, requests: list[Request], widt
         outcome = outcomes.get(timeout=MAX_WAIT_S)
         if not isinstance(outcome, list):
             raise outcome
-    took_s = time.perf_counter() - began_s
+    ended_s = time.perf_counter()
+    steady = {}
+    if full_s is not None:
+        last_s = times[-1].submitted_s
+        num_tokens = sum(full_s <= at <= last_s for each in times for at in each.tokens_s)
+        steady = {"steady_tokens_per_s": num_tokens / (last_s - full_s), "tail_s": ended_s - last_s}
     gaps_s = [after - before for each in times for before, after in zip(each.tokens_s, each.tokens_s[1:], strict=False)]
     return {
-        "tokens_per_s": sum(len(each.tokens_s) for each in times) / took_s,
+        "tokens_per_s": sum(len(each.tokens_s) for each in times) / (ended_s - began_s),
+        **steady,
         "ttft_p50_ms": 1000 * statistics.median(each.tokens_s[0] - each.submitted_s for each in times),
         "itl_p99_ms": 1000 * float(np.quantile(gaps_s, 0.99)) if gaps_s else 0.0,
     }

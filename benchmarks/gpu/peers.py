@@ -12,6 +12,7 @@ A decoding step's time is what more tokens take, divided by their number.
 
 from __future__ import annotations
 
+from argparse import Namespace
 from typing import Any
 
 import torch
@@ -90,8 +91,7 @@ class Peers:
                 self.figures.add(**names, tokens_per_s=count * num_new / took_s)
 
 
-def main() -> None:
-    options = read_options(__doc__, tuple(CONFIGS))
+def main(options: Namespace) -> None:
     figures = Figures("peers", options.out)
     peers = Peers(figures, build_decoder(options.model, options.device), options.model)
     decodes = SMALL_DECODES if options.small else DECODES
@@ -108,4 +108,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(read_options(__doc__, tuple(CONFIGS)))

@@ -15,6 +15,7 @@ import importlib
 import itertools
 import statistics
 import time
+from argparse import Namespace
 from dataclasses import replace
 from unittest import mock
 
@@ -69,8 +70,7 @@ def sweep(figures: Figures, logits: torch.Tensor, params: RowParams) -> None:
             figures.add(rows=len(logits), block=block, per_warp=per_warp, us=1e6 * took_s)
 
 
-def main() -> None:
-    options = read_options(__doc__)
+def main(options: Namespace) -> None:
     figures, device = Figures("sampling", options.out), options.device
     size, num_rows, dtypes = SMALL if options.small else (VOCABULARY, NUM_ROWS, DTYPES)
     for (name, one), rows, dtype in itertools.product(KINDS.items(), num_rows, dtypes):
@@ -94,4 +94,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(read_options(__doc__))

@@ -71,19 +71,17 @@ class Room:
 
 @dataclass(frozen=True)
 class Speed:
-    """A model on a card, at a part of its bandwidth and arithmetic.
+    """The most that a model reaches on a card: all of its bandwidth and arithmetic.
 
     Args:
         room: The model in its memory.
         num_parameters: Of the model.
         card: By its data sheet.
-        efficiency: That part, above 0, at most 1.
     """
 
     room: Room
     num_parameters: int
     card: Card
-    efficiency: float
 
     def prefill_s(self, num_tokens: int) -> float:
         """Of a prompt alone."""
@@ -109,5 +107,4 @@ class Speed:
         return self.room.weights * min(1.0, num_tokens * active)
 
     def _seconds(self, num_bytes: float, flop: float) -> float:
-        peak_s = max(num_bytes / (self.card.bandwidth_gb_s * GIGA), flop / (self.card.tflops * TERA))
-        return peak_s / self.efficiency
+        return max(num_bytes / (self.card.bandwidth_gb_s * GIGA), flop / (self.card.tflops * TERA))

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 COUNT: Final = click.IntRange(min=1)
 RATE: Final = click.FloatRange(1e-9, 1e12)
 DTYPES: Final = ("auto", "float32", "float16", "bfloat16")
-EFFICIENCY: Final = 0.5
 """Of a card's bandwidth and arithmetic, unless it is given: an assumption, and no measurement."""
 
 
@@ -35,13 +34,6 @@ EFFICIENCY: Final = 0.5
 @click.option("--input", "prompt", type=COUNT, help="Tokens of a prompt, for --rate.")
 @click.option("--output", type=COUNT, help="Tokens of a completion, for --rate.")
 @click.option("--dtype", type=click.Choice(DTYPES), help="Of the weights. By default the checkpoint's.")
-@click.option(
-    "--efficiency",
-    type=click.FloatRange(0.001, 1),
-    default=EFFICIENCY,
-    show_default=True,
-    help="The part of the card's bandwidth and peak that estimates assume.",
-)
 @click.option(
     "--measured",
     type=RATE,
@@ -58,7 +50,6 @@ def size(
     prompt: int | None,
     output: int | None,
     dtype: str | None,
-    efficiency: float,
     measured: float | None,
     settings: Mapping[str, str],
     as_json: bool,
@@ -66,13 +57,14 @@ def size(
     """Say what MODEL takes of a GPU's memory, and how many GPUs a load needs.
 
     MODEL is a name on the Hub, a folder or a GGUF file. Of a model of the Hub, its config and the headers of its files
-    are fetched, and no weights. Bytes are those that the engine allocates, times are estimates by a data sheet.
+    are fetched, and no weights. Bytes are those that the engine allocates; speeds are bounds by a data sheet, or follow
+    from --measured.
     """
     if dtype is not None and "dtype" in settings:
         raise click.UsageError("dtype is given twice, by --dtype and by --set: leave one out")
     if rate is not None and prompt is None:
         raise click.UsageError("--rate needs the tokens of a request: give --input, and --output if it generates")
-    for option, number in (("--rate", rate), ("--measured", measured), ("--efficiency", efficiency)):
+    for option, number in (("--rate", rate), ("--measured", measured)):
         if number is not None and math.isnan(number):
             raise click.UsageError(f"{option} must be a number, got {number}")
     for name in NOISY:
@@ -87,7 +79,7 @@ def size(
         if rate is not None and output is None and found.task is None:
             raise click.UsageError("--rate needs the tokens of a completion too: give --output")
         load = Load(length, concurrency, rate, prompt or length - (output or 0), output or 0, measured)
-        report = SizeReport(found, gpu, load, efficiency)
+        report = SizeReport(found, gpu, load)
         report.run(model)
     if as_json:
         click.echo(json.dumps({**report.values, "estimates": report.estimates, "notes": report.notes}, indent=2))

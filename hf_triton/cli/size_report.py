@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of `hf-triton size`, each with where it comes from; what is an estimate says so."""
+"""The figures of `hf-triton size`, each with where it comes from; what is a bound or an estimate says so."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hf_triton.runner.outline import measure_outline
 from hf_triton.settings import MOST_SEQS
 
 LAUNCHES_S: Final = 0.001
-"""Steps that are estimated to be shorter are bound by what is not counted."""
+"""Shorter steps are bound by what is not counted."""
 WIDTHS: Final = 4, 2
 """An encoder's layer keeps about so many vectors of its hidden and of its intermediate size for each token."""
 
@@ -51,16 +51,15 @@ class SizeReport:
         found: The model.
         gpu: The card's name, or `cpu`.
         load: What it is sized for.
-        efficiency: See `Speed`.
     """
 
-    def __init__(self, found: Outlined, gpu: str, load: Load, efficiency: float) -> None:
+    def __init__(self, found: Outlined, gpu: str, load: Load) -> None:
         self.values: dict[str, Any] = {}
         self.estimates: dict[str, str] = {}
-        """How figures that are estimates are made, by name."""
+        """How figures that are bounds or estimates are made, by name."""
         self.notes: list[str] = []
         self.rows: list[dict[str, object]] = []
-        self._found, self._gpu, self._load, self._efficiency = found, gpu, load, efficiency
+        self._found, self._gpu, self._load = found, gpu, load
         self._device = "cpu" if gpu == CPU else "cuda"
         default = MAX_NUM_SEQS.get(self._device, DEFAULT_NUM_SEQS)
         self._concurrency = load.concurrency or found.settings.max_num_seqs or default
@@ -93,12 +92,12 @@ class SizeReport:
             outline, weights, self._device, total, settings.gpu_memory_fraction or 1.0, settings.max_cache_tokens
         )
         number = self._describe_room(room)
-        if number and self._can_estimate():
-            self._describe_speed(Speed(room, num_parameters, CARDS[self._gpu], self._efficiency), number)
+        if number and self._has_bound():
+            self._describe_speed(Speed(room, num_parameters, CARDS[self._gpu]), number)
 
     def _add(self, name: str, value: Any, words: str, source: str) -> None:
         self.values[name] = value
-        if source.startswith("estimate"):
+        if source.startswith(("bound", "estimate")):
             self.estimates[name] = source
         self.rows.append({"figure": name, "value": words, "from": source})
 
@@ -167,35 +166,36 @@ class SizeReport:
         spread = f", or at least {number} of these for one model (instance_group of KIND_MODEL)" if number > 1 else ""
         return f"{remedy}, or a larger card{spread}."
 
-    def _can_estimate(self) -> bool:
-        """Whether times can be estimated, or a measured one is given; says why not."""
+    def _has_bound(self) -> bool:
+        """Whether speeds have a bound and none is measured; says why not."""
         if self._load.measured is not None:
             self._add_replicas(self._load.measured, "the requests/s that --measured states")
             return False
         if self._gpu == CPU:
-            self.notes.append("No speed is estimated on a CPU: measure it with `hf-triton bench`, and give --measured.")
+            self.notes.append("No speed is known on a CPU: measure it with `hf-triton bench`, and give --measured.")
             return False
         if dtype_name(self._found.config, self._found.settings) not in ("bfloat16", "float16"):
-            self.notes.append("No speed is estimated in float32, of which the table has no peak: see --dtype.")
+            self.notes.append("No speed is known in float32, of which the table has no peak: see --dtype.")
             return False
         return True
 
     def _describe_speed(self, speed: Speed, number: int) -> None:
-        """Add estimates for so many sequences at a time."""
+        """Add bounds for so many sequences at a time."""
         load = self._load
-        at = f"estimate at {speed.efficiency:.0%} of bandwidth and peak"
+        at = "bound by all of the card's bandwidth and peak"
         prefill = speed.prefill_s(load.prompt)
         self._add("prefill_s", prefill, f"{prefill:.3g} s", f"{at}: a prompt of {load.prompt} tokens alone")
         step = speed.step_s(number, load.prompt + load.output / 2)
         self._add("decode_step_s", step, f"{step:.3g} s", f"{at}: one token each of {number} sequences")
-        self._add("tokens_per_s", number / step, f"{number / step:,.0f}", f"estimate: {number} / decode_step_s")
+        self._add("tokens_per_s", number / step, f"{number / step:,.0f}", f"bound: {number} / decode_step_s")
+        self.notes.append("Speeds are bounds, of which a part is reached: measure one replica, and give --measured.")
         if step < LAUNCHES_S:
             self.notes.append("So small a model is bound by launches and the host, which are not counted: measure it.")
         if load.rate is not None:
             requests = speed.requests_per_s(number, load.prompt, load.output)
-            source = f"estimate: prefill_s, then {load.output} steps, {number} sequences at a time"
+            source = f"bound: prefill_s, then {load.output} steps, {number} sequences at a time"
             self._add("requests_per_s", requests, f"{requests:.3g}", source)
-            self._add_replicas(requests, "estimate: the rate / requests_per_s")
+            self._add_replicas(requests, "bound: at least, the rate / requests_per_s")
 
     def _add_replicas(self, requests: float, source: str) -> None:
         if self._load.rate is not None:
@@ -214,12 +214,12 @@ class SizeReport:
             )
         else:
             self._describe_encoder()
-        if task is not None and num_parameters and task.auto_class != SPEECH and self._can_estimate():
+        if task is not None and num_parameters and task.auto_class != SPEECH and self._has_bound():
             flop, card = 2 * num_parameters * load.prompt, CARDS[self._gpu]
-            requests = card.tflops * TERA * self._efficiency / flop
-            source = f"estimate at {self._efficiency:.0%} of the peak: {load.prompt} tokens of 2 operations a parameter"
+            requests = card.tflops * TERA / flop
+            source = f"bound by the card's peak: {load.prompt} tokens of 2 operations a parameter"
             self._add("requests_per_s", requests, f"{requests:,.3g}", source)
-            self._add_replicas(requests, "estimate: the rate / requests_per_s")
+            self._add_replicas(requests, "bound: at least, the rate / requests_per_s")
 
     def _describe_encoder(self) -> None:
         config, settings = self._found.config.get_text_config(), self._found.settings

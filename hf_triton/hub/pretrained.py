@@ -102,6 +102,7 @@ def load_config(folder: Path, settings: ModelSettings) -> Any:
     if (folder / "generation_config.json").exists():
         with loading("generation_config.json", settings, folder):
             GenerationConfig.from_pretrained(folder)
+    _prefer_fp8(config)
     return config
 
 
@@ -262,6 +263,7 @@ def _load_model(
         model, info = _with_attention(
             settings, lambda attention: auto_class.from_pretrained(folder, attn_implementation=attention, **arguments)
         )
+        _decompress(model)
     check_weights(settings, info, model, is_headless=auto_class_name == "AutoModel")
     check_finite(settings, model)
     return model
@@ -318,6 +320,36 @@ def _quantization(settings: ModelSettings) -> Any:
 
     build: Any = AutoQuantizationConfig.from_dict
     return build(dict(settings.quantization_config))
+
+
+def _decompress(model: Any) -> None:
+    """Have compressed-tensors widen weights now, not at the first forward, and leave no wrapper around each module.
+
+    Its wrappers keep parameters where others do not reach them (casts, adapters), and each forward pays for them.
+    """
+    if hasattr(model, "ct_decompress_hook"):
+        from compressed_tensors.offload import remove_dispatch  # type: ignore[import-untyped]
+
+        model.hf_quantizer.compressor.decompress_model(model)
+        remove_dispatch(model)
+
+
+def _prefer_fp8(config: Any) -> None:
+    """Have FP8 of compressed-tensors computed in FP8, if the device can; transformers widens it at the first forward.
+
+    The setting `quantization_config` comes before it.
+    """
+    for part in (config, config.get_text_config()):
+        found = getattr(part, "quantization_config", None)
+        if isinstance(found, dict) and found.get("quant_method") == "compressed-tensors" and computes_fp8():
+            found.setdefault("use_optimized_inference", True)
+
+
+def computes_fp8() -> bool:
+    """Whether the device multiplies FP8 matrices (CUDA capability 8.9: L4, RTX 40, H100)."""
+    import torch
+
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 
 
 def model_class(folder: Path, config: Any, settings: ModelSettings, auto_class_name: str | None = None) -> Any:

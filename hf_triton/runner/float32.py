@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any, Final
 
@@ -45,16 +46,22 @@ def in_float32(model: nn.Module) -> Iterator[None]:
     handles += [handle for module in model.modules() for handle in _hook_opaque(module)]
     computing: list[tuple[Any, torch.dtype]]
     computing = [(vars(module), vars(module)["compute_dtype"]) for module in model.modules() if _computes_half(module)]
+    eights = [vars(module) for module in model.modules() if _is_fp8(module)]
     entered = _is_entered.set(True)
     try:
         for attributes, _ in computing:  # of a layer of bitsandbytes
             attributes["compute_dtype"] = torch.float32
+        for module in model.modules():
+            if _is_fp8(module):
+                vars(module)["forward"] = partial(_dequantised, module)
         with _full_precision():
             yield
     finally:
         _is_entered.reset(entered)
         for attributes, dtype in computing:
             attributes["compute_dtype"] = dtype
+        for attributes in eights:
+            attributes.pop("forward", None)
         for handle in handles:
             handle.remove()
         for unit in units:
@@ -175,6 +182,18 @@ def _hook_opaque(module: nn.Module) -> Iterator[Any]:
 
     yield module.register_forward_pre_hook(cast_inputs, with_kwargs=True)
     yield module.register_forward_hook(_cast_output)
+
+
+def _is_fp8(module: nn.Module) -> bool:
+    """Whether it is a linear layer of compressed-tensors that rounds its input to 8 bits, magnifying differences."""
+    weight = module._parameters.get("weight")
+    return weight is not None and weight.dtype == torch.float8_e4m3fn and "weight_scale" in module._parameters
+
+
+def _dequantised(module: Any, states: torch.Tensor) -> torch.Tensor:
+    """A layer's product with its weights in float32; the scale is one for each output, or one for all."""
+    weight = module.weight.float() * module.weight_scale.float().view(-1, 1)
+    return nn.functional.linear(states.float(), weight, None if module.bias is None else module.bias.float())
 
 
 def _computes_half(module: nn.Module) -> bool:

@@ -133,9 +133,9 @@ def test_a_load_and_a_card_have_replicas(checkpoint: Path) -> None:
         "requests_per_s",
         "replicas_for_rate",
     }
-    half = sizes(checkpoint, "--gpu=h100", "--context=128", "--concurrency=5000000", "--efficiency=0.25")
-    assert half["estimates"]["decode_step_s"].endswith(
-        f"at 25% of bandwidth and peak: one token each of {half['settings']['max_num_seqs']} sequences"
+    running = found["settings"]["max_num_seqs"]
+    assert found["estimates"]["decode_step_s"] == (
+        f"bound by all of the card's bandwidth and peak: one token each of {running} sequences"
     )
 
 
@@ -151,13 +151,13 @@ def test_a_table_says_where_figures_come_from(checkpoint: Path) -> None:
     assert lines[0] == ["figure", "value", "from"]
     sources = {line[0]: line[2] for line in lines if len(line) == 3}
     assert sources["memory_bytes"] == "l4: NVIDIA L4 data sheet"
-    assert sources["decode_step_s"].startswith("estimate at 50% ")
-    assert not sources["max_sequences"].startswith("estimate")
+    assert sources["decode_step_s"].startswith("bound by all ")
+    assert not sources["max_sequences"].startswith("bound")
 
 
 NOTES: dict[str, tuple[tuple[str, ...], str]] = {
-    "a CPU": ((), "No speed is estimated on a CPU"),
-    "float32": (("--gpu=t4", "--dtype=float32"), "No speed is estimated in float32"),
+    "a CPU": ((), "No speed is known on a CPU"),
+    "float32": (("--gpu=t4", "--dtype=float32"), "No speed is known in float32"),
     "the batch engine": (("--set", "engine=batch"), "Its keys and values are those of transformers' generate"),
     "quantised at load": (
         ("--gpu=t4", "--set", 'quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": true}'),
@@ -332,7 +332,6 @@ WRONG: dict[str, tuple[list[str], int, str]] = {
     ),
     "no tokens of a request": ([CHECKPOINT, "--rate=1"], 2, "--rate needs the tokens of a request: give --input"),
     "no tokens of a completion": ([CHECKPOINT, "--rate=1", "--input=9"], 2, "give --output"),
-    "no efficiency": ([CHECKPOINT, "--efficiency=0"], 2, "0.0 is not in the range 0.001<=x<=1"),
     "no number": ([CHECKPOINT, "--rate=nan", "--input=9"], 2, "--rate must be a number, got nan"),
     "an endless rate": ([CHECKPOINT, "--measured=inf"], 2, "inf is not in the range"),
     "hardly a request": ([CHECKPOINT, "--measured=1e-308"], 2, "1e-308 is not in the range"),

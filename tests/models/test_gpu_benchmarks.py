@@ -21,9 +21,9 @@ RECORDS = (
 )
 
 
-def run(out: Path, *stages: str, python: str = sys.executable) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"OUT": str(out), "PYTHON": python}
-    return subprocess.run([RUN, "--small", *stages], env=environment, capture_output=True, text=True, check=False)
+def run(out: Path) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"OUT": str(out), "PYTHON": sys.executable}
+    return subprocess.run([RUN, "--small"], env=environment, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.full
@@ -32,7 +32,7 @@ def test_every_part_runs_and_says_what_a_cpu_leaves_out(tmp_path: Path) -> None:
     assert found.returncode == 0, found.stdout[-3000:]
     records = read(tmp_path / "figures.jsonl")
     assert [each for each in records if "failed" in each] == []
-    parts = {"machine", "attention", "sampling", "equality", "engine", "encoder", "peers"}
+    parts = {"machine", "attention", "sampling", "equality", "engine", "encoder", "peers", "run"}
     assert {each["part"] for each in records} == parts
     assert all(each["equal"] == each["of"] for each in records if "equal" in each and each["load"] == "float32")
     skipped = {(each["part"], each["name"]) for each in records if "skipped" in each}
@@ -40,12 +40,43 @@ def test_every_part_runs_and_says_what_a_cpu_leaves_out(tmp_path: Path) -> None:
     mixes = {each["name"]: each for each in records if each["part"] == "engine" and "held_over_live" in each}
     assert set(mixes) == {"mix", "mix, grammar", "mix, prefixes", "equal"}
     assert mixes["mix, prefixes"]["reused_tokens"] > 0
+    assert mixes["mix"]["steady_tokens_per_s"] > 0
+    assert mixes["mix"]["tail_s"] > 0
+    assert "steady_tokens_per_s" not in mixes["equal"], "all are sent at once"
+    [machine] = [each for each in records if each["part"] == "machine"]
+    assert machine["locked"]["torch"] == "2.13.0"
     assert "| tiny | decode, drawn | 2 x 16 |" in found.stdout
 
 
-def test_a_stage_that_fails_is_a_figure_and_stops_no_other(tmp_path: Path) -> None:
-    assert run(tmp_path, "machine", "peers", python="false").returncode == 1
-    assert [each["name"] for each in read(tmp_path / "figures.jsonl")] == ["machine", "peers"]
+FAILING = """
+import sys
+sys.path.insert(0, "benchmarks/gpu")
+import run
+
+def fail(options):
+    raise RuntimeError("no memory")
+
+def note(options):
+    run.figures.Figures("noted", options.out).add(left_s=options.left_s)
+
+run.SMALL_TASKS = {}
+run.figures.check_options = lambda parser, options: options
+run.TASKS = [run.Task("fails", 1, fail), run.Task("long", 600, note), run.Task("short", 1, note)]
+sys.exit(run.main())
+"""
+
+
+def test_a_task_that_fails_or_needs_too_long_stops_no_other_and_a_second_call_goes_on(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FAILING, "--out", str(tmp_path), "--deadline", "100"]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode == 1
+    records = read(tmp_path / "figures.jsonl")
+    assert [(each["part"], each.get("name")) for each in records] == [
+        ("run", "fails"), ("run", "long"), ("noted", None), ("run", "short")
+    ]  # fmt: skip
+    assert (records[0]["failed"], records[1]["skipped"]) == ("RuntimeError: no memory", "100 s are left of 600")
+    command[-1] = "700"
+    subprocess.run(command, cwd=ROOT, capture_output=True, check=False)
+    assert [each.get("name") for each in read(tmp_path / "figures.jsonl")[4:]] == ["fails", None, "long"]
 
 
 def test_tables_have_the_figures_and_what_failed() -> None:

@@ -163,14 +163,13 @@ def test_settings_bound_what_fits() -> None:
 # --- how long it takes --------------------------------------------------------------------------------------------
 
 
-def speed(efficiency: float = 1.0, *, outline: Outline = PLAIN, num_parameters: int = 10**9) -> Speed:
-    return Speed(Room(outline, 2 * 10**9, "cuda", 80 * 10**9), num_parameters, CARDS["h100"], efficiency)
+def speed(*, outline: Outline = PLAIN, num_parameters: int = 10**9) -> Speed:
+    return Speed(Room(outline, 2 * 10**9, "cuda", 80 * 10**9), num_parameters, CARDS["h100"])
 
 
 def test_a_step_reads_the_weights_and_what_is_cached() -> None:
     assert speed().step_s(1, 1000) == pytest.approx((2e9 + 1e6) / 3350e9)
     assert speed().step_s(64, 1000) == pytest.approx((2e9 + 64e6) / 3350e9)
-    assert speed(0.5).step_s(64, 1000) == pytest.approx(2 * speed().step_s(64, 1000))
 
 
 def test_a_long_prompt_takes_arithmetic_and_a_short_one_memory() -> None:
