@@ -92,7 +92,7 @@ FIELDS: dict[str, tuple[tuple[str, object], str | None, str]] = {
         "stream_options.x",
         "there is no field 'stream_options.x'",
     ),
-    "response_format is text": (chat(response_format="json"), "response_format", "a JSON object"),
+    "response_format is text": (chat(response_format="json"), "response_format", "must be an object: "),
     "response_format of no kind": (chat(response_format={"type": "xml"}), "response_format", "`json_object`"),
     "response_format without a schema": (chat(response_format={"type": "json_schema"}), "response_format", "schema"),
     "schema with an unknown type": (

@@ -232,9 +232,9 @@ def test_ten_thousand_documents_are_refused_in_a_sentence(server: TritonServer) 
     assert infer(server, "reranker", tensor("query", "a"), tensor("documents", "b"))["score"]["shape"] == [1]
 
 
-def test_the_gateway_says_where_a_task_without_an_endpoint_is_asked(server: TritonServer) -> None:
+def test_the_gateway_says_where_another_task_is_asked(server: TritonServer) -> None:
     with GatewayThread(GatewayConfig(triton=server.grpc_url, port=0)) as gateway:
         answer = httpx.post(f"{gateway.url}/v1/classify", json={"model": "qa", "input": "Who?"}, timeout=60)
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (400, "wrong_task")
-    assert "POST Triton's /v2/models/qa/infer" in error["message"]
+    assert error["message"].endswith("is for question-answering, not for text-classification: POST /")

@@ -114,7 +114,7 @@ def test_a_folder_can_have_a_form_and_a_request_another(server: TritonServer) ->
     ("parameters", "words"),
     [
         ({"response_format": '{"type": "xml"}'}, "json_schema"),
-        ({"response_format": "{"}, "JSON object"),
+        ({"response_format": "{"}, "must be an object: "),
         ({"guided_json": '{"type": "strin"}'}, "strin"),
         ({"guided_json": '{"not": {"type": "integer"}}'}, "not"),
         ({"guided_json": "{" * 5000}, "JSON object"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -109,7 +110,8 @@ class GenerationResponse(SequenceListener):
             checked.options.return_token_ids or checked.options.return_logprobs
         )
         self._writing: list[list[_Writing]] = []  # by prompt and sequence; empty if no token is decoded before the end
-        self._groups: list[SequenceGroup] = []
+        self._groups: list[weakref.ref[SequenceGroup]] = []
+        """The engine's, which know this response: it frees them when they have ended."""
         self._has_queued_deltas = self._has_sent = False
         self._has_begun: set[int] = set()
         """The completions with text that was sent, counted through all prompts."""
@@ -132,8 +134,9 @@ class GenerationResponse(SequenceListener):
 
     def begin(self) -> list[SequenceGroup]:
         """The engine's sequence groups, one for each of the prepared prompts."""
-        self._groups = [self._sequence_group(row, prompt) for row, prompt in enumerate(self.prompts)]
-        return self._groups
+        groups = [self._sequence_group(row, prompt) for row, prompt in enumerate(self.prompts)]
+        self._groups = [weakref.ref(group) for group in groups]
+        return groups
 
     def _sequence_group(self, row: int, prompt: PreparedPrompt) -> SequenceGroup:
         asked, params = prompt.asked, prompt.params
@@ -296,9 +299,12 @@ class GenerationResponse(SequenceListener):
 
         Then the last response alone has them, which the pool builds.
         """
-        groups = [group for group, row in zip(self._groups, self._writing, strict=False) for _ in row]
-        for number, (group, piece) in enumerate(zip(groups, pieces, strict=True)):
-            scores = group.prompt_logprobs
+        rows = [row for row, writing in enumerate(self._writing) for _ in writing]
+        for number, (row, piece) in enumerate(zip(rows, pieces, strict=True)):
+            group, completions = self._groups[row](), self._completions.get(row)
+            scores = (
+                group.prompt_logprobs if group is not None else completions[0].prompt_logprobs if completions else None
+            )
             if piece.text and number not in self._has_begun and scores is not None:
                 self._has_begun.add(number)
                 self._num_scores += len(scores)
