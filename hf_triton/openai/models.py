@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -21,6 +21,8 @@ router = APIRouter(route_class=JsonRoute)
 
 class LoadRequest(Fields):
     """The body of `/load_model`."""
+
+    is_open: ClassVar[bool] = True
 
     model: str
     """One of `/v1/models`."""

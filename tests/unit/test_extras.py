@@ -38,7 +38,14 @@ from tests.support.paths import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PLAIN, EXTRAS = PROJECT["dependencies"], PROJECT["optional-dependencies"]
-OPTIONAL = {"gguf": "gguf", "matplotlib": "bench", "onnx-ir": "optimize", "onnxruntime": "onnx", "openvino": "openvino"}
+OPTIONAL = {
+    "compressed-tensors": "quantized",
+    "gguf": "gguf",
+    "matplotlib": "bench",
+    "onnx-ir": "optimize",
+    "onnxruntime": "onnx",
+    "openvino": "openvino",
+}
 """What serving does without, and the extra that brings each."""
 NOT_OURS = {"triton", "triton_python_backend_utils", "c_python_backend_utils"}
 """PyTorch for a GPU brings the first, Triton the second."""
@@ -150,7 +157,18 @@ def test_the_gateway_needs_its_extra_alone(graph_of_imports: grimp.ImportGraph) 
 
 
 def test_a_models_process_needs_its_extra_alone(graph_of_imports: grimp.ImportGraph) -> None:
-    optional = {"PIL", "llvmlite", "numba", "peft", "soundfile", "gguf", "onnx_ir", "onnxruntime", "openvino"}
+    optional = {
+        "PIL",
+        "compressed_tensors",
+        "llvmlite",
+        "numba",
+        "peft",
+        "soundfile",
+        "gguf",
+        "onnx_ir",
+        "onnxruntime",
+        "openvino",
+    }
     assert undeclared(graph_of_imports, MODEL, ["model"]) <= SHARED | optional
     assert declared("model").isdisjoint(declared("cli"))
 
