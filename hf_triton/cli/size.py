@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 COUNT: Final = click.IntRange(min=1)
 RATE: Final = click.FloatRange(1e-9, 1e12)
 DTYPES: Final = ("auto", "float32", "float16", "bfloat16")
-"""Of a card's bandwidth and arithmetic, unless it is given: an assumption, and no measurement."""
 
 
 @click.command(epilog="Example: hf-triton size Qwen/Qwen3-8B --gpu h100 --context 4096 --concurrency 64")

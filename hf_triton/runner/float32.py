@@ -46,22 +46,24 @@ def in_float32(model: nn.Module) -> Iterator[None]:
     handles += [handle for module in model.modules() for handle in _hook_opaque(module)]
     computing: list[tuple[Any, torch.dtype]]
     computing = [(vars(module), vars(module)["compute_dtype"]) for module in model.modules() if _computes_half(module)]
-    eights = [vars(module) for module in model.modules() if _is_fp8(module)]
+    eights = [(module, _forward_name(module)) for module in model.modules() if _is_fp8(module)]
+    forwards = [vars(module).get(name) for module, name in eights]
     entered = _is_entered.set(True)
     try:
         for attributes, _ in computing:  # of a layer of bitsandbytes
             attributes["compute_dtype"] = torch.float32
-        for module in model.modules():
-            if _is_fp8(module):
-                vars(module)["forward"] = partial(_dequantised, module)
+        for module, name in eights:
+            vars(module)[name] = partial(_dequantised, module)
         with _full_precision():
             yield
     finally:
         _is_entered.reset(entered)
         for attributes, dtype in computing:
             attributes["compute_dtype"] = dtype
-        for attributes in eights:
-            attributes.pop("forward", None)
+        for (module, name), forward in zip(eights, forwards, strict=True):
+            vars(module).pop(name, None)
+            if forward is not None:
+                vars(module)[name] = forward
         for handle in handles:
             handle.remove()
         for unit in units:
@@ -188,6 +190,11 @@ def _is_fp8(module: nn.Module) -> bool:
     """Whether it is a linear layer of compressed-tensors that rounds its input to 8 bits, magnifying differences."""
     weight = module._parameters.get("weight")
     return weight is not None and weight.dtype == torch.float8_e4m3fn and "weight_scale" in module._parameters
+
+
+def _forward_name(module: nn.Module) -> str:
+    """The attribute of a module's forward, inside accelerate's hooks (a model on several devices)."""
+    return "_old_forward" if hasattr(module, "_hf_hook") else "forward"
 
 
 def _dequantised(module: Any, states: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import dispatch_model
 from transformers import AutoModelForCausalLM
 
 from hf_triton.hub import pretrained
@@ -101,11 +102,14 @@ def test_the_trial_sees_weights_in_float32(model: Any) -> None:
     del config.quantization_config
     plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     plain.load_state_dict(weights)
-    with in_float32(model):
-        found = logits(model)
     expected = logits(plain)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
-    assert torch.equal(logits(model), before)
+    for hooked in (False, True):  # as a model on several devices is
+        if hooked:
+            dispatch_model(model, {"": "cpu"}, force_hooks=True)
+        with in_float32(model):
+            found = logits(model)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+        assert torch.equal(logits(model), before)
 
 
 def test_the_engine_packs_it(model: Any) -> None:

@@ -56,9 +56,10 @@ def fuse_modules(model: Any) -> None:
         if _replace_rotary(module_name, model):
             counts["rotary embeddings"] += 1
     try:
+        calls = see_calls(model)
         if is_usable(model.device, model.dtype):
-            counts["layers"] = fuse_layers(see_calls(model))
-        counts["products of one input"] = merge_products(see_calls(model))
+            counts["layers"] = fuse_layers(calls)
+        counts["products of one input"] = merge_products(calls)
     except Exception as error:  # a model that takes no token ids
         logger.debug("no layers are fused (%s)", described(error))
     logger.info("fused kernels: %s", ", ".join(f"{count} {kind}" for kind, count in counts.items() if count) or "none")
