@@ -249,7 +249,7 @@ class _ChoiceStream:
         """Of the stream's first response, in which other choices may have text and this one none."""
         self._offsets = TextOffsets()
         self._is_scored = not (body.echo and body.logprobs is not None)
-        """Whether the prompt's log probabilities are told, or not asked for. Others come behind them."""
+        """Whether the prompt's log probabilities have been sent, or are not asked for; the completion's follow them."""
         self._scores: list[Any] | None = None
         """Those of the prompt."""
         self._echo = ""

@@ -92,7 +92,7 @@ def read_object(value: object, info: ValidationInfo) -> object:
 
 
 def read_response_format(value: object, info: ValidationInfo) -> object:
-    """As `read_object`; what is no object is told the allowed forms."""
+    """As `read_object`; the error for what is no object lists the allowed forms."""
     read = read_object(value, info)
     if not isinstance(read, dict):
         raise ValueError(f"{param('response_format')} must be {FORMATS}, got {clip(value)}")

@@ -176,9 +176,13 @@ class EncoderTask(DeclaredTask, ABC, Generic[Options]):
             num_special_tokens: That stand beside a text's own, and are never cut away.
 
         Raises:
-            RequestError: The request asks for more tokens than the model takes, or for none of the text's own.
+            RequestError: The request asks for more tokens than the model takes, for none of the text's own, or that
+                nothing is cut.
         """
         asked, least = options.truncate_prompt_tokens, num_special_tokens + 1
+        if asked is not None and options.truncate is False:
+            names = f"{param('truncate_prompt_tokens')} and {param('truncate')} false"
+            raise RequestError("invalid_parameter", f"{names} contradict each other: leave one of them out")
         if asked is None or asked == -1:
             return self.max_length
         if not least <= asked <= self.max_length:

@@ -21,7 +21,7 @@ CONFIG: Final = (
     *("do_lower_case", "model_input_names", "model_max_length", "padding_side", "split_special_tokens"),
     *("strip_accents", "tokenize_chinese_chars", "truncation_side"),
 )
-"""The names of `tokenizer_config.json` that are told, beside special tokens."""
+"""The names of `tokenizer_config.json` that an answer has, beside special tokens."""
 
 
 class TokenizerAnswers:

@@ -83,6 +83,19 @@ def test_a_limit_leaves_a_token_and_fits_the_model(classifier: Callable[[str], t
         task.tokenize("a", options=TaskOptions(truncate_prompt_tokens=limit))
 
 
+@pytest.mark.parametrize("limit", [-1, 20])
+def test_a_number_of_tokens_and_no_cutting_contradict_each_other(
+    classifier: Callable[[str], tuple[Any, Path]], limit: int
+) -> None:
+    task, _ = classifier("bert")
+    given = {"truncate": False, "truncate_prompt_tokens": limit}
+    of_ids = task.read(TOKENS, given, LIMITS)
+    with pytest.raises(RequestError, match="truncate_prompt_tokens and truncate false contradict each other"):
+        task.tokenize("a", options=TaskOptions(**given))
+    with pytest.raises(RequestError, match="truncate_prompt_tokens and truncate false contradict each other"):
+        task.encode_row(of_ids.rows[0], of_ids.options)
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_token_ids_are_cut_too(classifier: Callable[[str], tuple[Any, Path]], side: Any) -> None:
     task, _ = classifier("bert")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decoder layers whose residual adds are one kernel with the norm behind them.
 
-A layer that normalises, attends, adds, normalises, feeds forward and adds (Llama's kind) is told by trying: in float32,
-on the states that it was seen with. The second sum goes to the norm that was seen to get it, of the next layer or
-behind the last one, which recognises its input by identity.
+A trial finds the layers that normalise, attend, add, normalise, feed forward and add (Llama's kind): in float32, on the
+states of a forward. The second sum goes to the norm that had it as input in that forward, of the next layer or behind
+the last one; the norm recognises its input by identity.
 """
 
 from __future__ import annotations
