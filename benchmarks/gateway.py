@@ -40,10 +40,10 @@ from server import build_prompts
 from server import save as save_checkpoint
 
 from hf_triton.cli.gateway import GatewayProcess
-from hf_triton.openai.config import GatewayConfig
-from hf_triton.openai.endpoint import Endpoint
-from hf_triton.openai.triton import TritonModels
-from hf_triton.openai.triton_messages import Generation
+from hf_triton_gateway.config import GatewayConfig
+from hf_triton_gateway.triton.endpoint import Endpoint
+from hf_triton_gateway.triton.triton_models import TritonModels
+from hf_triton_gateway.triton.triton_messages import Generation
 from hf_triton.testing import TritonServer
 
 WIDTH, NUM_REQUESTS = 16, 32

@@ -12,7 +12,7 @@ from typing import Any, Final
 from prometheus_client import Counter, Histogram
 from prometheus_client.metrics import MetricWrapperBase
 
-from hf_triton.openai.metrics import Metrics
+from hf_triton_gateway.http.metrics import Metrics
 from hf_triton.tasks import metrics as declared
 from hf_triton.tasks.metrics import Metric
 

@@ -17,15 +17,15 @@ from hf_triton.cli.gateway_options import ALONE
 from hf_triton.errors import CODES
 from hf_triton.hub.gguf_header import MAX_HEADER_BYTES
 from hf_triton.hub.resolve import CACHE_VARIABLES, TOKEN_VARIABLES
-from hf_triton.openai.bodies import MAX_CONTAINERS, MAX_JSON_BYTES, MAX_VALUES
-from hf_triton.openai.chat import ChatRequest
-from hf_triton.openai.completions import CompletionRequest
-from hf_triton.openai.config import GatewayConfig
-from hf_triton.openai.fields import IGNORED
-from hf_triton.openai.http_rules import LINGER_S
-from hf_triton.openai.key_lines import Quota
-from hf_triton.openai.limits import MAX_BYTES_IN_FLIGHT
-from hf_triton.openai.metrics import Metrics
+from hf_triton_gateway.http.bodies import MAX_CONTAINERS, MAX_JSON_BYTES, MAX_VALUES
+from hf_triton_gateway.chat.chat import ChatRequest
+from hf_triton_gateway.chat.completions import CompletionRequest
+from hf_triton_gateway.config import GatewayConfig
+from hf_triton_gateway.chat.fields import IGNORED
+from hf_triton_gateway.http.http_rules import LINGER_S
+from hf_triton_gateway.keys.key_lines import Quota
+from hf_triton_gateway.http.limits import MAX_BYTES_IN_FLIGHT
+from hf_triton_gateway.http.metrics import Metrics
 from hf_triton.protocol.chat import MAX_MESSAGES, MAX_TOOLS, ChatOptions
 from hf_triton.protocol.dialects import ALIASES
 from hf_triton.protocol.options import RequestOptions

@@ -24,7 +24,7 @@ from hf_triton.errors import ServerError
 from hf_triton.server import describe_status, free_ports
 
 if TYPE_CHECKING:
-    from hf_triton.openai.triton import Model
+    from hf_triton_gateway.triton.triton_models import Model
 
 VERSION: Final = "0.13.0"
 INSTALL: Final = f"pipx install aiperf=={VERSION}"

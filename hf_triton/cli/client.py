@@ -19,16 +19,16 @@ import click
 
 from hf_triton.cli.gateway_options import ALONE, gateway_options, read_config
 from hf_triton.errors import HfTritonError, ServerError, clip
-from hf_triton.openai.config import GatewayConfig, TritonAddress
-from hf_triton.openai.endpoint import Endpoint
+from hf_triton_gateway.config import GatewayConfig, TritonAddress
+from hf_triton_gateway.triton.endpoint import Endpoint
 from hf_triton.protocol.load_reasons import first_sentence
 from hf_triton.protocol.names import SERVER_VARIABLE
 
 if TYPE_CHECKING:
     from tritonclient.grpc import InferenceServerClient
 
-    from hf_triton.openai.errors import ApiError
-    from hf_triton.openai.triton import Model, TritonModels
+    from hf_triton_gateway.http.errors import ApiError
+    from hf_triton_gateway.triton.triton_models import Model, TritonModels
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 DEFAULT_ADDRESS: Final = "localhost:8001"
@@ -91,7 +91,7 @@ class Triton:
 
     def models(self, timeout_s: float = 3600.0) -> TritonModels:
         """A client that generates. Belongs to the running event loop."""
-        from hf_triton.openai.triton import TritonModels
+        from hf_triton_gateway.triton.triton_models import TritonModels
 
         return TritonModels(self.endpoint, timeout_s)
 
@@ -102,7 +102,7 @@ class Triton:
             status: gRPC's: `StatusCode.UNAVAILABLE`.
             details: The message, gRPC's or Triton's.
         """
-        from hf_triton.openai.triton_words import says
+        from hf_triton_gateway.triton.triton_words import says
 
         if says(details, "restricted"):
             return ServerError("restricted", _restricted(details))
@@ -143,8 +143,8 @@ class Triton:
             click.UsageError: No name is given, and there are several.
             HfTritonError: It does not exist, is not ready or generates no text; or Triton cannot be reached.
         """
-        from hf_triton.openai.errors import ApiError
-        from hf_triton.openai.triton_messages import TEXT_GENERATION
+        from hf_triton_gateway.http.errors import ApiError
+        from hf_triton_gateway.triton.triton_messages import TEXT_GENERATION
 
         generating = (TEXT_GENERATION, None)
         try:
@@ -172,7 +172,7 @@ class Triton:
         return next(iter(served.values()))
 
     def _not_served(self, name: str, served: Mapping[str, Model], other: Model | None) -> ServerError:
-        from hf_triton.openai.triton_messages import ADAPTER_MARK, ENDPOINTS
+        from hf_triton_gateway.triton.triton_messages import ADAPTER_MARK, ENDPOINTS
 
         generate = f"POST /v2/models/{name}/generate to Triton"
         task = other.folder.task if other else None

@@ -12,7 +12,7 @@ import click
 from pydantic import ValidationError
 
 from hf_triton.errors import clip
-from hf_triton.openai.config import GatewayConfig, TritonAddress
+from hf_triton_gateway.config import GatewayConfig, TritonAddress
 from hf_triton.protocol.validation import problems
 
 Command = TypeVar("Command", bound=Callable[..., Any])

@@ -25,8 +25,8 @@ from hf_triton.protocol.options import CHAT_OPTIONS, OPTIONS
 from hf_triton.protocol.validation import read_json
 
 if TYPE_CHECKING:
-    from hf_triton.openai.triton import TritonModels
-    from hf_triton.openai.triton_messages import Generation, Outputs
+    from hf_triton_gateway.triton.triton_models import TritonModels
+    from hf_triton_gateway.triton.triton_messages import Generation, Outputs
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 SEVERAL: Final = ("n", "num_return_sequences", "best_of")
@@ -173,9 +173,9 @@ async def complete(triton: Triton, name: str | None, prompt: str, sampling: Samp
         click.UsageError: No model is named, and there are several.
         HfTritonError: It failed.
     """
-    from hf_triton.openai.client_names import ClientNames
-    from hf_triton.openai.errors import ApiError
-    from hf_triton.openai.triton_messages import Generation
+    from hf_triton_gateway.http.client_names import ClientNames
+    from hf_triton_gateway.http.errors import ApiError
+    from hf_triton_gateway.triton.triton_messages import Generation
 
     models = triton.models()
     parameters, options = split_parameters({**sampling.values, "exclude_input_in_output": True})

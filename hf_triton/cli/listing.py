@@ -15,7 +15,7 @@ from hf_triton.cli.tables import show_table, size_words
 from hf_triton.protocol.load_reasons import first_sentence
 
 if TYPE_CHECKING:
-    from hf_triton.openai.triton_messages import Folder
+    from hf_triton_gateway.triton.triton_messages import Folder
 
 
 @click.command("list", epilog="Example: hf-triton list --triton gpu1:8001 --json")
@@ -52,7 +52,7 @@ def describe_models(triton: Triton) -> list[dict[str, Any]]:
 
 
 async def _read_folders(triton: Triton) -> Mapping[str, Folder]:
-    from hf_triton.openai.errors import ApiError
+    from hf_triton_gateway.http.errors import ApiError
 
     models = triton.models()
     try:

@@ -22,7 +22,7 @@ from hf_triton.cli.repositories import DEMO_NAME, served_repository
 from hf_triton.cli.session import Session
 from hf_triton.cli.sources import fetch_models, is_repository, model_repository
 from hf_triton.errors import HfTritonError, ServerError
-from hf_triton.openai.endpoint import Endpoint
+from hf_triton_gateway.triton.endpoint import Endpoint
 from hf_triton.server import TritonServer
 
 LOAD_TIMEOUT_S = 7200.0
@@ -121,7 +121,7 @@ def serving(
 
 def _wrong_task(model: str | None, task: str | None = None) -> ServerError:
     """The error for a model that generates no text: how to serve it, and where it is asked if its task is known."""
-    from hf_triton.openai.triton_messages import ENDPOINTS
+    from hf_triton_gateway.triton.triton_messages import ENDPOINTS
 
     endpoint = ENDPOINTS.get(task or "")
     asked = f", and POST {endpoint} asks it" if endpoint else " and shows a request to it"

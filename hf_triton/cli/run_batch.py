@@ -202,7 +202,7 @@ def _gateway(url: str | None, model: str | None, settings: Mapping[str, str]) ->
         return
     from hf_triton.cli.gateway import GatewayProcess
     from hf_triton.cli.run import serving
-    from hf_triton.openai.config import GatewayConfig
+    from hf_triton_gateway.config import GatewayConfig
     from hf_triton.server import free_ports
 
     with serving(model, settings) as (name, server), contextlib.ExitStack() as stack:

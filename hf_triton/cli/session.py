@@ -27,7 +27,7 @@ from hf_triton.protocol.parameters import parse_parameters
 from hf_triton.protocol.validation import read_json
 
 if TYPE_CHECKING:
-    from hf_triton.openai.triton import Model, TritonModels
+    from hf_triton_gateway.triton.triton_models import Model, TritonModels
 
 RETURNS: Final = ("message", "finish_reason", "num_input_tokens", "num_output_tokens")
 TYPED_NAMES: Final = {
@@ -232,7 +232,7 @@ class Session:
 
     async def _print_answer(self) -> str:
         """Print the answer as it comes: as Markdown on a terminal, its reasoning dim."""
-        from hf_triton.openai.errors import ApiError
+        from hf_triton_gateway.http.errors import ApiError
 
         content: list[str] = []
         is_terminal, is_dim = sys.stdout.isatty(), False
@@ -260,9 +260,9 @@ class Session:
 
     async def _deltas(self) -> AsyncGenerator[dict[str, Any]]:
         """The answer's message in pieces; in one if the model does not stream."""
-        from hf_triton.openai.answers import delta_of, message_of
-        from hf_triton.openai.client_names import ClientNames
-        from hf_triton.openai.triton_messages import Generation
+        from hf_triton_gateway.chat.answers import delta_of, message_of
+        from hf_triton_gateway.http.client_names import ClientNames
+        from hf_triton_gateway.triton.triton_messages import Generation
 
         assert self._models is not None
         assert self._model is not None

@@ -9,7 +9,7 @@ import pytest
 
 from hf_triton.cli.examples import model_on_demand, ready_text
 from hf_triton.cli.model_folder import write_model_folder
-from hf_triton.openai.config import GatewayConfig
+from hf_triton_gateway.config import GatewayConfig
 from hf_triton.server import TritonServer
 from hf_triton.testing import build_tiny_checkpoint
 from tests.support.commands import Terminal, hf_triton

@@ -44,7 +44,7 @@ def test_the_wheel_has_every_file_of_the_package(wheel: Path) -> None:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
     files = {path.relative_to(ROOT) for path in (ROOT / "hf_triton").rglob("*") if path.is_file()}
     assert packed >= {str(path) for path in files if path.suffix != ".pyc"}
-    assert {"hf_triton/py.typed", "hf_triton/demo/model.safetensors", "hf_triton/openai/page/index.html"} <= packed
+    assert {"hf_triton/py.typed", "hf_triton/demo/model.safetensors", "hf_triton_gateway/http/page/index.html"} <= packed
     assert "hf_triton/stream_door/folder/config.pbtxt" in packed  # by a link
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_triton.openai.config import GatewayConfig
+from hf_triton_gateway.config import GatewayConfig
 from hf_triton.server import ADMIN_APIS, ADMIN_HEADER
 from hf_triton.settings import ModelSettings
 from tests.support.paths import ROOT

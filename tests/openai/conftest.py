@@ -12,7 +12,7 @@ import anthropic
 import openai
 import pytest
 
-from hf_triton.openai.config import GatewayConfig
+from hf_triton_gateway.config import GatewayConfig
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from tests.support.chat import build_chat_checkpoint
 from tests.support.gateway import GatewayThread, add_demo

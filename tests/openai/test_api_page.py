@@ -5,7 +5,7 @@ import re
 
 import httpx
 
-from hf_triton.openai.config import GatewayConfig
+from hf_triton_gateway.config import GatewayConfig
 from hf_triton.server import free_ports
 from tests.support.gateway import GatewayThread
 

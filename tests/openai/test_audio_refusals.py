@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from hf_triton.openai.audio import FILE, TranscriptionFields, TranslationFields
-from hf_triton.openai.config import GatewayConfig
+from hf_triton_gateway.encoders.audio import FILE, TranscriptionFields, TranslationFields
+from hf_triton_gateway.config import GatewayConfig
 from hf_triton.protocol.options import PARAMETERS
 from hf_triton.tasks.automatic_speech_recognition import SpeechOptions
 from hf_triton.testing import TritonServer, build_tiny_checkpoint

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from hf_triton.openai.config import GatewayConfig
+from hf_triton_gateway.config import GatewayConfig
 from hf_triton.testing import TritonServer
 from tests.support.gateway import GatewayThread, num_running, wait_until
 

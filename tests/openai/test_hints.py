@@ -7,10 +7,10 @@ from typing import Any
 import httpx
 import pytest
 
-from hf_triton.openai import hints
-from hf_triton.openai.bodies import LARGE_BYTES
-from hf_triton.openai.chat import ChatRequest
-from hf_triton.openai.config import GatewayConfig
+from hf_triton_gateway.http import hints
+from hf_triton_gateway.http.bodies import LARGE_BYTES
+from hf_triton_gateway.chat.chat import ChatRequest
+from hf_triton_gateway.config import GatewayConfig
 from hf_triton.testing import TritonServer
 from tests.support.gateway import GatewayThread
 
@@ -136,7 +136,7 @@ def test_a_header_is_short_whatever_a_client_sends(gateway: GatewayThread) -> No
 
 def test_a_hint_is_logged_once(gateway: GatewayThread, caplog: pytest.LogCaptureFixture) -> None:
     hints._logged.discard("tools.strict")
-    with caplog.at_level(logging.INFO, "hf_triton.openai"):
+    with caplog.at_level(logging.INFO, "hf_triton_gateway"):
         for _ in range(2):
             post(gateway, *HINTS["a strict tool"][:1], **HINTS["a strict tool"][1])
             post(gateway, CHAT, **{"a secret": None})

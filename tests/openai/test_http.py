@@ -11,9 +11,10 @@ import httpx
 import pytest
 
 from hf_triton import __version__
-from hf_triton.openai import http_rules, server
-from hf_triton.openai.config import GatewayConfig
-from hf_triton.openai.health import CHECK_PATHS, LIVE_PATHS
+from hf_triton_gateway.http import http_rules
+from hf_triton_gateway import server
+from hf_triton_gateway.config import GatewayConfig
+from hf_triton_gateway.http.health import CHECK_PATHS, LIVE_PATHS
 from tests.support.gateway import GatewayThread
 
 CHAT = "/v1/chat/completions"

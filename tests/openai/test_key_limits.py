@@ -20,9 +20,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from hf_triton.errors import SettingsError
-from hf_triton.openai.accounts import HEADERS, LIMITS
-from hf_triton.openai.app import build_app
-from hf_triton.openai.config import GatewayConfig
+from hf_triton_gateway.keys.accounts import HEADERS, LIMITS
+from hf_triton_gateway.app import build_app
+from hf_triton_gateway.config import GatewayConfig
 from hf_triton.testing import TritonServer
 from tests.support.gateway import GatewayThread, num_running, wait_until
 from tests.support.paths import ROOT
@@ -141,7 +141,7 @@ def test_wrong_line_leaves_keys_and_use_as_they_were(
     alone: GatewayThread, keys: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     use_up(alone, "sk-ten")
-    with caplog.at_level(logging.INFO, "hf_triton.openai"):
+    with caplog.at_level(logging.INFO, "hf_triton_gateway"):
         keys.write_text(f"{KEYS}sk-new requests_per_minute=many sk-other\n")
         wait_until(lambda: "stay as they were" in caplog.text)
     [line] = [record.message for record in caplog.records if record.levelno == logging.ERROR]
@@ -149,7 +149,7 @@ def test_wrong_line_leaves_keys_and_use_as_they_were(
     assert "sk-" not in line
     assert post(alone, "sk-ten").status_code == 429
     assert post(alone, "sk-new").status_code == 401
-    with caplog.at_level(logging.INFO, "hf_triton.openai"):
+    with caplog.at_level(logging.INFO, "hf_triton_gateway"):
         keys.write_text(f"sk-ten name=eleven requests_per_minute=11\n{ADMIN} name=admin\n")
         wait_until(lambda: "API keys read again" in caplog.text)
     assert [post(alone, "sk-ten").status_code for _ in range(2)] == [503, 429]

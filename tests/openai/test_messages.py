@@ -13,7 +13,7 @@ import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
-from hf_triton.openai.config import GatewayConfig
+from hf_triton_gateway.config import GatewayConfig
 from hf_triton.testing import TritonServer
 from tests.support.gateway import GatewayThread
 

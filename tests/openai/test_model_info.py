@@ -10,12 +10,12 @@ import httpx
 import pytest
 from tritonclient.grpc import model_config_pb2
 
-from hf_triton.openai import hints
-from hf_triton.openai.calls import Calls
-from hf_triton.openai.endpoint import Endpoint
-from hf_triton.openai.model_infos import RETRY_S, ModelInfos, info_request
-from hf_triton.openai.triton import TritonModels
-from hf_triton.openai.triton_messages import Folder
+from hf_triton_gateway.http import hints
+from hf_triton_gateway.triton.calls import Calls
+from hf_triton_gateway.triton.endpoint import Endpoint
+from hf_triton_gateway.triton.model_infos import RETRY_S, ModelInfos, info_request
+from hf_triton_gateway.triton.triton_models import TritonModels
+from hf_triton_gateway.triton.triton_messages import Folder
 from hf_triton.protocol.model_info import ModelInfo
 from hf_triton.testing import TritonServer
 from tests.support.gateway import GatewayThread, wait_until
@@ -186,7 +186,7 @@ def test_a_model_is_asked_once_for_each_load(monkeypatch: pytest.MonkeyPatch) ->
 
     assert asyncio.run(asked(Stub())) == [1, 1, 2, 2, 2, 3, 4]
     assert asyncio.run(asked(Stub(2))) == [None, None, None, None, None, 3, 4]
-    monkeypatch.setattr("hf_triton.openai.model_infos.RETRY_S", -RETRY_S)
+    monkeypatch.setattr("hf_triton_gateway.triton.model_infos.RETRY_S", -RETRY_S)
     assert asyncio.run(asked(Stub(1))) == [None, 2, 3, 3, 3, 4, 5]
 
 

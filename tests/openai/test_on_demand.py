@@ -18,7 +18,7 @@ import httpx
 import openai
 import pytest
 
-from hf_triton.openai.config import GatewayConfig
+from hf_triton_gateway.config import GatewayConfig
 from hf_triton.server import free_ports
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from tests.support.gateway import GatewayThread, num_running, wait_until

@@ -9,7 +9,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from hf_triton.openai.config import GatewayConfig
+from hf_triton_gateway.config import GatewayConfig
 from hf_triton.testing import TritonServer
 from tests.support.gateway import GatewayThread, add_demo
 

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from hf_triton.openai.config import GatewayConfig
+from hf_triton_gateway.config import GatewayConfig
 from hf_triton.server import free_ports
 from hf_triton.testing import TritonServer
 from tests.support.chat import build_chat_checkpoint

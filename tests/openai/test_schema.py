@@ -18,8 +18,8 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from hf_triton.openai.app import build_app
-from hf_triton.openai.config import GatewayConfig
+from hf_triton_gateway.app import build_app
+from hf_triton_gateway.config import GatewayConfig
 from tests.support.gateway import GatewayThread
 
 pytestmark = pytest.mark.full

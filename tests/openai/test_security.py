@@ -14,10 +14,10 @@ import openai
 import pytest
 
 from hf_triton.errors import SettingsError
-from hf_triton.openai.app import build_app
-from hf_triton.openai.config import GatewayConfig
-from hf_triton.openai.metrics import Metrics
-from hf_triton.openai.security import ApiKeys
+from hf_triton_gateway.app import build_app
+from hf_triton_gateway.config import GatewayConfig
+from hf_triton_gateway.http.metrics import Metrics
+from hf_triton_gateway.keys.security import ApiKeys
 from hf_triton.testing import TritonServer
 from tests.support.gateway import GatewayThread, num_running, wait_until
 
@@ -240,7 +240,7 @@ def test_request_that_takes_too_long_ends_with_504(triton: TritonServer) -> None
 
 def test_log_has_no_prompt_no_key_and_no_query(gateway: GatewayThread, caplog: pytest.LogCaptureFixture) -> None:
     body = {"model": "demo", "prompt": "canary-prompt", "max_tokens": 1}
-    with caplog.at_level(logging.INFO, "hf_triton.openai"):
+    with caplog.at_level(logging.INFO, "hf_triton_gateway"):
         httpx.post(
             f"{gateway.url}/v1/completions?q=canary-query", json=body, headers={"authorization": "Bearer canary-key"}
         )
@@ -265,7 +265,7 @@ def test_log_has_no_prompt_no_key_and_no_query(gateway: GatewayThread, caplog: p
 def test_the_address_in_a_log_line_is_an_address(caplog: pytest.LogCaptureFixture, forwarded: str, logged: str) -> None:
     with (
         GatewayThread(GatewayConfig(triton="localhost:1", port=0)) as gateway,
-        caplog.at_level(logging.INFO, "hf_triton.openai"),
+        caplog.at_level(logging.INFO, "hf_triton_gateway"),
     ):
         httpx.get(f"{gateway.url}/page/none", headers={"x-forwarded-for": forwarded})
         wait_until(lambda: any("/page/none" in line for line in _log(caplog)))
@@ -273,4 +273,4 @@ def test_the_address_in_a_log_line_is_an_address(caplog: pytest.LogCaptureFixtur
 
 
 def _log(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == "hf_triton.openai"]
+    return [record.getMessage() for record in caplog.records if record.name == "hf_triton_gateway"]

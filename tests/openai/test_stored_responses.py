@@ -9,10 +9,10 @@ import httpx
 import openai
 import pytest
 
-from hf_triton.openai.bodies import MAX_JSON_BYTES
-from hf_triton.openai.config import GatewayConfig
-from hf_triton.openai.errors import ApiError
-from hf_triton.openai.responses import MAX_INPUT_ITEMS, _check_length
+from hf_triton_gateway.http.bodies import MAX_JSON_BYTES
+from hf_triton_gateway.config import GatewayConfig
+from hf_triton_gateway.http.errors import ApiError
+from hf_triton_gateway.agents.responses import MAX_INPUT_ITEMS, _check_length
 from hf_triton.testing import TritonServer
 from tests.support.gateway import GatewayThread
 

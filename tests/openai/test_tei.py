@@ -17,7 +17,7 @@ from huggingface_hub import InferenceClient
 from sentence_transformers import SentenceTransformer, quantize_embeddings
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from hf_triton.openai.config import GatewayConfig
+from hf_triton_gateway.config import GatewayConfig
 from hf_triton.testing import TritonServer
 from tests.support.gateway import GatewayThread
 from tests.support.paths import ROOT

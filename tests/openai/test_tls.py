@@ -21,10 +21,10 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from hf_triton.cli import cli
 from hf_triton.cli.client import Triton
 from hf_triton.errors import ServerError, SettingsError
-from hf_triton.openai.app import build_app
-from hf_triton.openai.config import GatewayConfig, TritonAddress
-from hf_triton.openai.endpoint import Endpoint
-from hf_triton.openai.tls import ServerCertificate
+from hf_triton_gateway.app import build_app
+from hf_triton_gateway.config import GatewayConfig, TritonAddress
+from hf_triton_gateway.triton.endpoint import Endpoint
+from hf_triton_gateway.http.tls import ServerCertificate
 from hf_triton.server import ADMIN_HEADER, TritonServer, free_ports
 from tests.support.certificates import Authority
 from tests.support.commands import hf_triton
@@ -179,7 +179,7 @@ def test_the_gateway_says_in_its_log_what_does_not_fit(
     fleet: Fleet, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     wrong = GatewayConfig(triton=fleet.address.triton, port=0, triton_ca_file=folder / "other.pem")
-    with caplog.at_level("INFO", "hf_triton.openai"), GatewayThread(wrong) as gateway:
+    with caplog.at_level("INFO", "hf_triton_gateway"), GatewayThread(wrong) as gateway:
         answer = httpx.post(f"{gateway.url}/v1/chat/completions", json=CHAT)
         wait_until(lambda: "its certificate is of no authority" in caplog.text)
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
@@ -239,7 +239,7 @@ def test_a_certificate_is_read_again(ca: Authority, tmp_path: Path, caplog: pyte
         except httpx.ConnectError:
             return False
 
-    with caplog.at_level("INFO", "hf_triton.openai"), GatewayThread(config) as gateway:
+    with caplog.at_level("INFO", "hf_triton_gateway"), GatewayThread(config) as gateway:
         assert is_accepted(ca)
         used.file.write_text("half a certificate")
         wait_until(lambda: is_accepted(ca) and "the former certificate stays: " in caplog.text)

@@ -12,7 +12,7 @@ import openai
 import pytest
 from transformers import AutoTokenizer
 
-from hf_triton.openai.config import GatewayConfig
+from hf_triton_gateway.config import GatewayConfig
 from hf_triton.testing import LoopbackHub, TritonServer, build_tiny_checkpoint
 from tests.support.adapters import generate_with, save_adapter
 from tests.support.client import generate, infer

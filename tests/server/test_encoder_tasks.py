@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc
 
-from hf_triton.openai.config import GatewayConfig
+from hf_triton_gateway.config import GatewayConfig
 from hf_triton.testing import LoopbackHub, TritonServer
 from tests.support.client import post
 from tests.support.gateway import GatewayThread

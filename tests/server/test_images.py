@@ -15,7 +15,7 @@ import pytest
 import tritonclient.grpc
 import tritonclient.http
 
-from hf_triton.openai.config import GatewayConfig
+from hf_triton_gateway.config import GatewayConfig
 from hf_triton.tasks.registry import task_class
 from hf_triton.testing import TritonServer
 from tests.support.client import post

@@ -14,7 +14,7 @@ import openai
 import pytest
 import tritonclient.grpc
 
-from hf_triton.openai.config import GatewayConfig
+from hf_triton_gateway.config import GatewayConfig
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from tests.support.client import get, post
 from tests.support.gateway import GatewayThread

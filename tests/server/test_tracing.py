@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from hf_triton.openai.config import GatewayConfig
+from hf_triton_gateway.config import GatewayConfig
 from hf_triton.protocol.tracing import build_tracing, wants_traces
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from tests.support.client import generate, generate_stream, infer, open_stream, post

@@ -14,8 +14,8 @@ from typing import Any
 
 import uvicorn
 
-from hf_triton.openai.config import GatewayConfig
-from hf_triton.openai.server import uvicorn_config
+from hf_triton_gateway.config import GatewayConfig
+from hf_triton_gateway.server import uvicorn_config
 from hf_triton.testing import TritonServer
 from tests.support.paths import ROOT
 

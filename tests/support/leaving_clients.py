@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-from hf_triton.openai.config import GatewayConfig
+from hf_triton_gateway.config import GatewayConfig
 from hf_triton.server import free_shared_memory
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from tests.support.gateway import GatewayThread

@@ -13,8 +13,8 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.requests import Request
 
-from hf_triton.openai.app import ROUTERS
-from hf_triton.openai.bodies import (
+from hf_triton_gateway.app import ROUTERS
+from hf_triton_gateway.http.bodies import (
     LARGE_BYTES,
     MAX_CONTAINERS,
     MAX_JSON_BYTES,
@@ -26,8 +26,8 @@ from hf_triton.openai.bodies import (
     read_body,
     write_json,
 )
-from hf_triton.openai.errors import ApiError
-from hf_triton.openai.fields import Fields
+from hf_triton_gateway.http.errors import ApiError
+from hf_triton_gateway.chat.fields import Fields
 
 ROUTES = [route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute) and route.body_field]
 MODELS: dict[str, type[BaseModel]] = {}

@@ -6,10 +6,10 @@ import json
 from collections.abc import AsyncGenerator
 from typing import Any, cast
 
-from hf_triton.openai import completions
-from hf_triton.openai.completions import CompletionRequest
-from hf_triton.openai.gateway import Gateway
-from hf_triton.openai.triton_messages import Generation, Outputs
+from hf_triton_gateway.chat import completions
+from hf_triton_gateway.chat.completions import CompletionRequest
+from hf_triton_gateway.gateway import Gateway
+from hf_triton_gateway.triton.triton_messages import Generation, Outputs
 
 RESPONSES: list[Outputs] = [
     {"text_output": ["a", ""], "token_ids": ["[5]", "[6]"], "prompt_token_ids": ["[1, 2]", "[1, 2]"]},

@@ -5,7 +5,7 @@ import re
 import subprocess
 from pathlib import Path
 
-from hf_triton.openai.endpoint import CHANNEL_OPTIONS
+from hf_triton_gateway.triton.endpoint import CHANNEL_OPTIONS
 from hf_triton.server import find_tritonserver
 
 

@@ -151,7 +151,7 @@ def test_errors_settings_and_protocol_need_no_extra(graph_of_imports: grimp.Impo
 
 
 def test_the_gateway_needs_its_extra_alone(graph_of_imports: grimp.ImportGraph) -> None:
-    roots = ("hf_triton.openai", "hf_triton.cli", "hf_triton.cli.openai")
+    roots = ("hf_triton_gateway", "hf_triton.cli", "hf_triton.cli.openai")
     assert undeclared(graph_of_imports, roots, ["gateway"]) <= SHARED | COMMAND_LINE
     assert installed_with(*PLAIN, *required("gateway")).isdisjoint(declared("model") - {"protobuf", "numpy"})
 

@@ -26,7 +26,7 @@ def test_a_command_starts_without_what_others_need(module: str) -> None:
 
 
 def test_a_command_for_a_running_server_starts_without_settings_and_metrics() -> None:
-    modules = "hf_triton.cli.listing, hf_triton.openai.triton"
+    modules = "hf_triton.cli.listing, hf_triton_gateway.triton.triton_models"
     command = [sys.executable, "-c", LISTS_MODULES.format(module=modules)]
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     assert {"hf_triton.settings", "hf_triton.protocol.parameters", "prometheus_client", "rich"} & set(listed) == set()

@@ -3,7 +3,7 @@
 
 import pytest
 
-from hf_triton.openai.key_lines import KeyLineError, Quota, read_lines
+from hf_triton_gateway.keys.key_lines import KeyLineError, Quota, read_lines
 
 SECRET = "sk-secret-4711="
 OTHER = "sk-other-0815"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hf_triton.openai.logprobs import TextOffsets, chat_positions, completion_logprobs
+from hf_triton_gateway.chat.logprobs import TextOffsets, chat_positions, completion_logprobs
 from hf_triton.tasks.text_generation.outputs import _described
 from tests.support.tokenizers import KINDS, codec_of, raw_ids
 

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 
 import pytest
 
-from hf_triton.openai.errors import ApiError
-from hf_triton.openai.metrics import Metrics
-from hf_triton.openai.on_demand import RETRY_S, Activity, OnDemand
+from hf_triton_gateway.http.errors import ApiError
+from hf_triton_gateway.http.metrics import Metrics
+from hf_triton_gateway.triton.on_demand import RETRY_S, Activity, OnDemand
 
 
 class MemoryRepository:

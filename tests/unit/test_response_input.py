@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from hf_triton.openai.response_input import read_input, read_part, served_items
-from hf_triton.openai.response_tools import ResponseTools
+from hf_triton_gateway.agents.response_input import read_input, read_part, served_items
+from hf_triton_gateway.agents.response_tools import ResponseTools
 
 JUNK: dict[str, Any] = {"id": "x" * 1000, "status": "completed", "phase": [1] * 1000}
 SERVED: list[dict[str, Any]] = [

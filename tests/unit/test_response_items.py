@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from hf_triton.openai.response_items import split_at
+from hf_triton_gateway.agents.response_items import split_at
 
 
 def tokens(*texts: str) -> list[dict[str, Any]]:

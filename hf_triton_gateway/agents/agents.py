@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the APIs of coding agents share: each request becomes one of `/v1/chat/completions`, and nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
+
+import annotated_types
+from pydantic import BaseModel
+
+from hf_triton_gateway.chat.answers import delta_of
+from hf_triton_gateway.agents.blocks import Block, Blocks, Step
+from hf_triton_gateway.http.bodies import beside, write_json
+from hf_triton_gateway.chat.chat import ChatRequest
+from hf_triton_gateway.chat.conversation import Conversation
+from hf_triton_gateway.http.errors import ApiError
+from hf_triton_gateway.chat.fields import Fields, Ignored, sampling_fields
+from hf_triton_gateway.gateway import Gateway
+from hf_triton_gateway.triton.triton_messages import TEXT_GENERATION, Generation, Outputs, size_of
+
+SAMPLING: Final = (
+    *("temperature", "top_p", "top_k", "min_p", "seed"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "thinking_budget"),
+    "cache_salt",
+)
+SHARED: Final = ("model", "stream", "chat_template_kwargs", *SAMPLING)
+"""Fields that mean what the chat's field of this name means."""
+ANY: Final = Ignored(None)
+"""Of a field that asks for nothing, whatever its value."""
+
+if TYPE_CHECKING:
+
+    class AgentSampling(BaseModel):
+        """The fields of SAMPLING."""
+
+        temperature: float | None
+        top_p: float | None
+else:
+    AgentSampling = sampling_fields("AgentSampling", SAMPLING)
+
+
+class AgentRequest(Fields, AgentSampling):
+    """The fields that agents' APIs have in common; some are this server's own."""
+
+    is_open: ClassVar[bool] = True
+    task_of_model: ClassVar[str | None] = TEXT_GENERATION
+
+    model: Annotated[str, annotated_types.MinLen(1)]
+    """One of `/v1/models`; by default the only one of its task, or `--default-model`."""
+
+    stream: bool | None = None
+    """Whether to send the response in pieces, as server-sent events."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables for the model's chat template."""
+
+    def generation(
+        self, request_id: str, conversation: Conversation, names: Mapping[str, str | None], **chat: object
+    ) -> Generation:
+        """What to ask of Triton.
+
+        Args:
+            request_id: The request's id.
+            conversation: The messages.
+            names: The client's names of the chat's fields, for error messages.
+            chat: More fields of the chat; None: not given.
+
+        Raises:
+            ApiError: A field is invalid.
+        """
+        shared = {name: getattr(self, name) for name in SHARED}
+        own = self.names_of(names, places=conversation.places)
+        try:
+            request = ChatRequest.model_validate({**shared, "messages": conversation.messages(), **chat})
+            generation = request.generation(request_id)
+        except ApiError as error:
+            raise error.in_names(own) from None
+        return dataclasses.replace(generation, names=generation.names.under(own))
+
+
+def function_tool(name: str, description: str | None, parameters: dict[str, Any] | None) -> dict[str, Any]:
+    """A tool as the chat has it."""
+    given = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": {key: value for key, value in given.items() if value is not None}}
+
+
+async def stream_steps(
+    gateway: Gateway, generation: Generation, blocks: Blocks
+) -> AsyncGenerator[tuple[list[Step], Outputs]]:
+    """The steps of each response, and its outputs; those of the last have a finish reason.
+
+    Raises:
+        ApiError: The request is refused, or fails.
+    """
+    async with aclosing(gateway.models.stream(generation)) as responses:
+        outputs: Outputs
+        async for outputs in responses:
+            yield await beside(size_of(outputs), _steps, outputs, blocks), outputs
+
+
+def _steps(outputs: Outputs, blocks: Blocks) -> list[Step]:
+    delta = delta_of(outputs, 0)
+    return list(blocks.feed(json.loads(delta))) if delta else []
+
+
+def has_calls(blocks: list[Block]) -> bool:
+    """Whether the message calls tools."""
+    return any(block.kind == "tool_call" for block in blocks)
+
+
+def named_event(kind: str, data: Mapping[str, Any]) -> bytes:
+    """One event with its type on a line of its own."""
+    event = {"type": kind, **data}
+    is_small = kind.endswith("delta")
+    text = json.dumps(event, ensure_ascii=False).encode() if is_small else write_json(event)
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), text)

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tools of OpenAI's Responses API: as the chat has them, and as answers name them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Final, Literal
+
+import annotated_types
+
+from hf_triton.errors import clip
+from hf_triton_gateway.agents.agents import ANY, function_tool
+from hf_triton_gateway.chat.conversation import parse_at
+from hf_triton_gateway.http.errors import ApiError
+from hf_triton_gateway.chat.fields import HINT, Fields, Ignored
+from hf_triton_gateway.http.hints import pass_over
+from hf_triton.protocol.chat import MAX_TOOLS
+from hf_triton.protocol.custom_tools import hosted_type
+from hf_triton.protocol.structured_output import GrammarText
+from hf_triton.protocol.tool_choice import ALLOWED, NAMED
+
+Tools = Annotated[list[Any], annotated_types.MaxLen(MAX_TOOLS)]
+OFFERED: Final[Mapping[str, Ignored]] = {
+    "type": ANY,
+    **dict.fromkeys(("strict", "defer_loading", "async"), Ignored((False,), is_hint=True)),
+    "allowed_callers": Ignored((["direct"],), is_hint=True),
+    "output_schema": HINT,
+}
+"""Fields of tools that say nothing to the model."""
+MAX_READ: Final = 8 * MAX_TOOLS
+"""Tools of one request, those that are defined again or passed over included."""
+CHOICE: Final = '{"type": "function", "name": "..."}'
+
+
+class _Function(Fields):
+    ignored: ClassVar[Mapping[str, Ignored]] = OFFERED
+    name: Annotated[str, annotated_types.MinLen(1)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class _Custom(Fields):
+    ignored: ClassVar[Mapping[str, Ignored]] = OFFERED
+    name: Annotated[str, annotated_types.MinLen(1)]
+    description: str | None = None
+    format: dict[str, Any] | None = None
+
+
+class _Grammar(Fields):
+    ignored: ClassVar[Mapping[str, Ignored]] = {"type": ANY}
+    syntax: Literal["lark", "regex"]
+    definition: GrammarText
+
+
+class _Namespace(Fields):
+    ignored: ClassVar[Mapping[str, Ignored]] = {**OFFERED, "description": ANY}
+    name: Annotated[str, annotated_types.MinLen(1)]
+    tools: Tools
+
+
+class _Choice(Fields):
+    ignored: ClassVar[Mapping[str, Ignored]] = {"type": ANY}
+    name: Annotated[str, annotated_types.MinLen(1)]
+    namespace: str | None = None
+
+
+class _Allowed(Fields):
+    ignored: ClassVar[Mapping[str, Ignored]] = {"type": ANY}
+    mode: Literal["auto", "required"]
+    tools: Tools
+
+
+def flat_name(name: str, namespace: str | None) -> str:
+    """What the model calls a tool of a namespace."""
+    return f"{namespace.rstrip('_')}__{name}" if namespace else name
+
+
+class ResponseTools:
+    """The tools of one request."""
+
+    def __init__(self) -> None:
+        self.tools: list[dict[str, Any]] = []
+        """As the chat has them, those of namespaces under their flat names."""
+        self.places: list[str] = []
+        """Where each of them is in the request."""
+        self._names: dict[str, tuple[str, str | None]] = {}
+        """Name and namespace by flat name."""
+        self._num_read = 0
+        self._indices: dict[tuple[str, str], int] = {}  # by type and flat name
+
+    def add(self, place: str, tool: object, namespace: str | None = None) -> None:
+        """Add a tool, or those of a namespace.
+
+        Raises:
+            ApiError: It is invalid.
+        """
+        self._num_read += 1
+        if self._num_read > MAX_READ:
+            message = (
+                f"{place} is one tool too many: up to {MAX_READ} are read, and up to {MAX_TOOLS} offered to the model"
+            )
+            raise ApiError(400, message, param=place, code="invalid_parameter")
+        kind = tool.get("type", "function") if isinstance(tool, dict) else "function"
+        if kind == "namespace" and namespace is None:
+            inner = parse_at(_Namespace, place, tool)
+            for index, one in enumerate(inner.tools):
+                self.add(f"{place}.tools[{index}]", one, inner.name)
+        elif kind == "custom":
+            custom = parse_at(_Custom, place, tool)
+            given = {"description": custom.description, "format": _read_format(f"{place}.format", custom.format)}
+            made = {"name": custom.name, **{name: value for name, value in given.items() if value is not None}}
+            self._add(place, {"type": "custom", "custom": made}, namespace)
+        elif kind == "function" or not isinstance(kind, str):
+            nested = tool.get("function") if isinstance(tool, dict) else None  # as chats have it
+            function = parse_at(_Function, place, nested if isinstance(nested, dict) else tool)
+            self._add(place, function_tool(function.name, function.description, function.parameters), namespace)
+        else:  # one that the client expects the server to have
+            pass_over(f"{place}.{kind}")
+
+    def _add(self, place: str, tool: dict[str, Any], namespace: str | None) -> None:
+        inner = tool[tool["type"]]
+        name = flat_name(inner["name"], namespace)
+        if self._names.setdefault(name, (inner["name"], namespace)) != (inner["name"], namespace):
+            message = f"{place} is {clip(name)} to the model, as another tool is: give it another name"
+            raise ApiError(400, message, param=place, code="invalid_parameter")
+        inner["name"] = name
+        index = self._indices.setdefault((tool["type"], name), len(self.tools))
+        # The last definition counts: clients repeat them in the input.
+        self.tools[index : index + 1], self.places[index : index + 1] = [tool], [place]
+
+    def name_of(self, called: str) -> tuple[str, str | None]:
+        """The name and namespace of a tool that the model calls, also if it leaves the namespace out."""
+        if called in self._names:
+            return self._names[called]
+        alike = [names for names in self._names.values() if names[0] == called]
+        return alike[0] if len(alike) == 1 else (called, None)
+
+    def choice(self, choice: str | dict[str, Any] | None) -> object:
+        """The chat's `tool_choice`.
+
+        Raises:
+            ApiError: It is invalid, or asks for a tool of the server's.
+        """
+        if not isinstance(choice, dict):
+            return choice
+        if choice.get("type") == ALLOWED:
+            allowed = parse_at(_Allowed, "tool_choice", choice)
+            named = [
+                self._named(f"tool_choice.tools[{index}]", tool)
+                for index, tool in enumerate(allowed.tools)
+                if hosted_type(tool) is None
+            ]
+            return {"type": ALLOWED, ALLOWED: {"mode": allowed.mode, "tools": named}}
+        if choice.get("type") not in NAMED:
+            message = f"tool_choice must be {CHOICE}, or of type 'custom' or '{ALLOWED}', got {clip(choice)}"
+            raise ApiError(400, message, param="tool_choice", code="unsupported_parameter")
+        return self._named("tool_choice", choice)
+
+    def _named(self, place: str, choice: object) -> dict[str, Any]:
+        named = parse_at(_Choice, place, choice)
+        flat = flat_name(named.name, named.namespace)
+        known = [name for name, names in self._names.items() if names[0] == named.name]
+        if flat not in self._names and named.namespace is None and len(known) == 1:
+            flat = known[0]
+        return {"type": "function", "function": {"name": flat}}
+
+
+def _read_format(place: str, form: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The chat's `format`, which has the grammar one level deeper."""
+    if form is None or form.get("type") == "text":
+        return None
+    if form.get("type") != "grammar":
+        message = f'{place} must be of type "text" or "grammar", got {clip(json.dumps(form))}'
+        raise ApiError(400, message, param=place, code="invalid_parameter")
+    grammar = parse_at(_Grammar, place, form)
+    return {"type": "grammar", "grammar": {"syntax": grammar.syntax, "definition": grammar.definition}}

@@ -1,0 +1,426 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`POST /v1/responses`: OpenAI's Responses API."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, Final
+
+import annotated_types
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from hf_triton.errors import clip
+from hf_triton_gateway.agents.agents import ANY, AgentRequest, stream_steps
+from hf_triton_gateway.chat.answers import finish_reason_of, message_of, now_s, usage_of
+from hf_triton_gateway.agents.blocks import TEXT, Block, Blocks, Step, blocks_of
+from hf_triton_gateway.http.bodies import MAX_JSON_BYTES, JsonRoute, beside, json_response, write_json
+from hf_triton_gateway.http.client_names import ELSEWHERE
+from hf_triton_gateway.chat.conversation import Conversation, parse_at
+from hf_triton_gateway.http.disconnect import run_while_connected
+from hf_triton_gateway.http.errors import ApiError
+from hf_triton_gateway.chat.fields import HINT, MAX_TOP_LOGPROBS, ONE_TIER, Fields, Ignored, StopStrings
+from hf_triton_gateway.gateway import Gateway, gateway_of, request_id_of
+from hf_triton_gateway.http.hints import pass_over
+from hf_triton_gateway.agents.response_events import ResponseEvents
+from hf_triton_gateway.agents.response_input import items_of, read_input, read_part, served_items
+from hf_triton_gateway.agents.response_items import ResponseItems
+from hf_triton_gateway.agents.response_store import ResponseStore, StoredResponse
+from hf_triton_gateway.agents.response_tools import ResponseTools
+from hf_triton_gateway.keys.security import key_of
+from hf_triton_gateway.http.sse import RESPONSES, EventStream
+from hf_triton_gateway.agents.stored_responses import store_of
+from hf_triton_gateway.triton.triton_messages import Generation, Outputs, StreamSize, size_of
+from hf_triton.protocol.chat import MAX_MESSAGES, MAX_TOOLS
+
+router = APIRouter(route_class=JsonRoute)
+NAMES: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("max_new_tokens", "max_tokens"), "max_output_tokens"),
+    "messages": "input",
+    "text_input": ELSEWHERE,
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+"""The client's names of the chat's fields and of ours."""
+MAX_INPUT_ITEMS: Final = 4 * MAX_MESSAGES
+"""Of one request; an assistant's message may be several items: reasoning, text, calls."""
+STATELESS: Final = "is for what a server keeps, and this one keeps responses alone"
+LOGPROBS: Final = "message.output_text.logprobs"
+ENCRYPTED: Final = "reasoning.encrypted_content"
+"""What agents ask to include, beside the reasoning that is there to read."""
+UNINCLUDED: Final = (
+    *("web_search_call.action.sources", "web_search_call.results", "file_search_call.results"),
+    *("code_interpreter_call.outputs", "computer_call_output.output.image_url", "message.input_image.image_url"),
+)
+"""What comes from tools that this server has not, and from images."""
+
+
+class _Text(Fields):
+    ignored: ClassVar[Mapping[str, Ignored]] = {"verbosity": Ignored(("medium",), is_hint=True)}
+    format: dict[str, Any] | None = None
+
+
+class _Format(Fields):
+    ignored: ClassVar[Mapping[str, Ignored]] = {"type": ANY, "description": ANY}
+    name: str | None = None
+    strict: bool | None = None
+
+
+class _Reasoning(Fields):
+    ignored: ClassVar[Mapping[str, Ignored]] = {
+        **dict.fromkeys(("summary", "generate_summary"), HINT),
+        "context": Ignored(("auto",), is_hint=True),
+    }
+    effort: str | None = None
+
+
+class ResponsesRequest(AgentRequest):
+    """The body of `/v1/responses`."""
+
+    ignored: ClassVar[Mapping[str, Ignored]] = {
+        **dict.fromkeys(("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"), HINT),
+        **dict.fromkeys(("prompt_cache_options", "client_metadata", "max_tool_calls", "stream_options"), HINT),
+        "conversation": Ignored(reason=f"{STATELESS} (previous_response_id)"),
+        "prompt": Ignored(reason="names a stored prompt, and this server keeps none"),
+        "background": Ignored((False,), STATELESS),
+        "truncation": Ignored(("disabled",)),
+        "service_tier": ONE_TIER,
+        **dict.fromkeys(("context_management", "moderation"), Ignored(([],))),
+    }
+
+    input: str | Annotated[list[Any], annotated_types.MaxLen(MAX_INPUT_ITEMS)]
+    """The conversation: text, or items."""
+
+    previous_response_id: str | None = None
+    """The response that `input` goes on behind; its instructions are not carried over."""
+
+    store: bool | None = None
+    """Whether the response is kept, for `previous_response_id` and `GET /v1/responses/ID`. By default it is, unless the
+    gateway keeps none."""
+
+    metadata: dict[str, Any] | None = None
+    """Comes back with the response."""
+
+    stop: str | StopStrings | None = None
+    """Up to 16 strings; generation stops before the first of them."""
+
+    instructions: str | None = None
+    """The system message, in front of `input`."""
+
+    tools: Annotated[list[Any], annotated_types.MaxLen(MAX_TOOLS)] | None = None
+    """Functions and custom tools that the model may call, also those of namespaces."""
+
+    tool_choice: str | dict[str, Any] | None = None
+    """`auto`, `none`, `required`, one tool: `{"type": "function", "name": "..."}`, or `allowed_tools`."""
+
+    parallel_tool_calls: bool | None = None
+    """Whether one answer may call several functions."""
+
+    max_output_tokens: Annotated[int, annotated_types.Ge(1)] | None = None
+    """Maximum number of tokens to generate, reasoning included."""
+
+    text: dict[str, Any] | None = None
+    """`format`: text, JSON, or JSON that a schema allows."""
+
+    reasoning: dict[str, Any] | None = None
+    """`effort`: a variable for the chat template of models that reason; `none` asks for no reasoning."""
+
+    include: list[str] | None = None
+    """`message.output_text.logprobs` adds the log probability of each token of a text."""
+
+    top_logprobs: Annotated[int, annotated_types.Ge(0), annotated_types.Le(MAX_TOP_LOGPROBS)] | None = None
+    """Number of most likely tokens to list at each position, with log probabilities."""
+
+    def chat_fields(self, tools: ResponseTools) -> dict[str, object]:
+        """The chat's fields.
+
+        Args:
+            tools: The tools that the input and `tools` hold.
+
+        Raises:
+            ApiError: A field asks for what is not served.
+        """
+        for name in self.include or ():
+            if name in UNINCLUDED:
+                pass_over(f"include.{name}")
+            else:
+                Ignored((LOGPROBS, ENCRYPTED)).check("include", name)
+        has_logprobs = LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
+        text = parse_at(_Text, "text", self.text or {})
+        reasoning = parse_at(_Reasoning, "reasoning", self.reasoning or {})
+        return {
+            "tools": tools.tools or None,
+            "tool_choice": tools.choice(self.tool_choice),
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "max_tokens": self.max_output_tokens,
+            "stop": self.stop or None,
+            "response_format": _read_format(text.format),
+            "reasoning_effort": reasoning.effort,
+            "logprobs": has_logprobs or None,
+            "top_logprobs": self.top_logprobs if has_logprobs else None,
+        }
+
+    def read_tools(self) -> ResponseTools:
+        """The tools of `tools`.
+
+        Raises:
+            ApiError: One is invalid.
+        """
+        tools = ResponseTools()
+        for index, tool in enumerate(self.tools or ()):
+            tools.add(f"tools[{index}]", tool)
+        return tools
+
+
+def _read_format(form: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The chat's `response_format`, which has name and schema one level deeper."""
+    if form is None or form.get("type") != "json_schema":
+        return form
+    checked = parse_at(_Format, "text.format", {key: value for key, value in form.items() if key != "schema"})
+    if not isinstance(schema := form.get("schema"), dict):
+        message = f"text.format: schema must be a JSON object, got {clip(schema)}"
+        raise ApiError(400, message, param="text.format", code="invalid_parameter")
+    return {"type": "json_schema", "json_schema": {"name": checked.name or "answer", "schema": schema}}
+
+
+@router.post("/v1/responses", responses=RESPONSES)
+async def create_response(body: ResponsesRequest, request: Request) -> Response:
+    """Answer a conversation, in the form that agents read."""
+    gateway, num_bytes = gateway_of(request), len(await request.body())
+    stored, previous = _stores(gateway, body, key_of(request.scope))
+    num_bytes += 0 if previous is None else previous.num_bytes
+    read = await beside(num_bytes, _Read.of, body, request_id_of(request), previous, num_bytes, is_kept=bool(stored))
+    keeper = _Keeper(stored, key_of(request.scope), read)
+    if body.stream:
+        return EventStream(request, _stream(gateway, read, num_bytes, keeper))
+    outputs = await run_while_connected(request.receive, gateway.models.generate(read.generation))
+    num_bytes += size_of(outputs)
+    response = await beside(num_bytes, _response, read, outputs)
+    await keeper.keep(response, num_bytes)
+    return await json_response(num_bytes, dict, response)
+
+
+def _stores(gateway: Gateway, body: ResponsesRequest, key: bytes) -> tuple[ResponseStore | None, StoredResponse | None]:
+    """Where the response of a request is kept, and the one that it goes on behind.
+
+    Raises:
+        ApiError: Nothing is kept, or there is no such earlier response.
+    """
+    previous, param = None, "previous_response_id"
+    if body.previous_response_id is not None:
+        previous = store_of(gateway, param).get(body.previous_response_id, key, param)
+    if body.store:
+        store_of(gateway, "store")
+    return gateway.stored if gateway.stored.keeps_any and body.store is not False else None, previous
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A request, read."""
+
+    past: tuple[Any, ...]
+    """The items that it goes on behind, as far as a model reads them."""
+    input: tuple[Any, ...]
+    conversation: Conversation
+    generation: Generation
+    head: dict[str, Any]
+    items: ResponseItems
+
+    @classmethod
+    def of(
+        cls,
+        body: ResponsesRequest,
+        request_id: str,
+        previous: StoredResponse | None,
+        num_bytes: int,
+        *,
+        is_kept: bool,
+    ) -> _Read:
+        """Read a request.
+
+        Args:
+            body: Its body.
+            request_id: Its id.
+            previous: The response that it goes on behind.
+            num_bytes: At most, of both as JSON.
+            is_kept: Whether the response is to be kept.
+
+        Raises:
+            ApiError: A field or an item is wrong, or the conversation is too long.
+        """
+        tools, own = body.read_tools(), served_items(items_of(body.input))
+        past = () if previous is None else tuple(map(read_part, served_items(previous.items)))
+        _check_length(past, own, num_bytes)
+        conversation = read_input(body.input, body.instructions, tools, past)
+        conversation.tool_places = tools.places
+        generation = body.generation(request_id, conversation, NAMES, **body.chat_fields(tools))
+        generation = replace(generation, num_bytes=num_bytes)
+        identity = uuid.uuid4().hex  # a client may send one request id with all its requests
+        head = _head(body, generation, own, identity, is_kept=is_kept)
+        return cls(past, own, conversation, generation, head, ResponseItems(identity, tools))
+
+
+def _check_length(past: Sequence[Any], own: Sequence[Any], num_bytes: int) -> None:
+    """Refuse a conversation that no request could hold.
+
+    Raises:
+        ApiError: It is one; a new one begins without `previous_response_id`.
+    """
+    if not past:
+        return
+    found = f"{len(past)} items, and {len(own)} with the request: {MAX_INPUT_ITEMS} at most"
+    if len(past) + len(own) <= MAX_INPUT_ITEMS:
+        if num_bytes <= MAX_JSON_BYTES or (num_bytes := len(write_json([past, own]))) <= MAX_JSON_BYTES:
+            return
+        found = f"{num_bytes} bytes of JSON with the request: {MAX_JSON_BYTES} at most"
+    message = f"previous_response_id ends a conversation of {found}; send what is left of it as input"
+    raise ApiError(400, message, param="previous_response_id", code="invalid_parameter")
+
+
+@dataclass(frozen=True)
+class _Keeper:
+    """Keeps the response of one request, if it is to be kept."""
+
+    store: ResponseStore | None
+    key: bytes
+    read: _Read
+
+    async def keep(self, response: dict[str, Any], num_bytes: int) -> None:
+        """Keep a response that has ended, of about so many bytes with its conversation, or say in it that it is not."""
+        if self.store is not None:
+            stored = StoredResponse(response, self.read.past, self.read.input)
+            await beside(num_bytes, stored.count_bytes)
+            response["store"] = self.store.put(stored, self.key)
+
+
+def _response(read: _Read, outputs: Outputs) -> dict[str, Any]:
+    """OpenAI's `response`, whole."""
+    blocks, items = blocks_of(message_of(outputs, 0)), read.items
+    items.read_logprobs(outputs)
+    for block in blocks:
+        if block.kind == TEXT:
+            items.take_logprobs(block, block.text)
+    return read.head | _ending(items, blocks, outputs)
+
+
+def _head(
+    body: ResponsesRequest, generation: Generation, own: Sequence[Any], identity: str, *, is_kept: bool
+) -> dict[str, Any]:
+    """OpenAI's `response` in progress, which repeats the request.
+
+    Raises:
+        ApiError: The request holds what JSON cannot.
+    """
+    text, reasoning = body.text or {}, body.reasoning or {}
+    head = {
+        "id": f"resp_{identity}",
+        "object": "response",
+        "created_at": now_s(),
+        "status": "in_progress",
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "model": generation.model,
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "reasoning": {"effort": reasoning.get("effort"), "summary": None},
+        "store": is_kept,
+        "temperature": body.temperature,
+        "text": {"format": text.get("format") or {"type": "text"}},
+        "tool_choice": body.tool_choice or "auto",
+        "tools": [
+            {"strict": None, "parameters": None, **tool} if tool.get("type", "function") == "function" else tool
+            for tool in body.tools or ()
+        ],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": body.top_p,
+        "truncation": "disabled",
+        "usage": None,
+        "metadata": body.metadata or {},
+    }
+    try:
+        json.dumps([head, own if is_kept else ()], ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        raise ApiError(400, "the request holds NaN, Infinity, or half of a surrogate pair: JSON has none") from None
+    return head
+
+
+def _status(outputs: Outputs) -> str:
+    return "incomplete" if finish_reason_of(outputs, 0) == "length" else "completed"
+
+
+def _items(items: ResponseItems, blocks: Sequence[Block], last_status: str) -> list[dict[str, Any]]:
+    statuses = ["completed"] * (len(blocks) - 1) + [last_status]
+    return [items.item(block, status) for block, status in zip(blocks, statuses, strict=False)]
+
+
+def _ending(items: ResponseItems, blocks: Sequence[Block], outputs: Outputs) -> dict[str, Any]:
+    """What changes in a response when it ends."""
+    status, usage = _status(outputs), usage_of(outputs)
+    return {
+        "status": status,
+        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+        "output": _items(items, blocks, status),
+        "usage": {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {
+                "cached_tokens": usage.get("prompt_tokens_details", {}).get("cached_tokens", 0),
+                "cache_write_tokens": 0,
+            },
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {
+                "reasoning_tokens": usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0),
+            },
+            "total_tokens": usage["total_tokens"],
+        },
+    }
+
+
+async def _stream(gateway: Gateway, read: _Read, num_bytes: int, keeper: _Keeper) -> AsyncGenerator[bytes]:
+    """The typed events of a response, from `response.created` to its end."""
+    head, items = read.head, read.items
+    blocks, events, size = Blocks(), ResponseEvents(items), StreamSize()
+
+    def begin() -> list[bytes]:
+        return [events.event(kind, {"response": head}) for kind in ("response.created", "response.in_progress")]
+
+    def go_on(steps: Sequence[Step], outputs: Outputs) -> bytes:
+        items.read_logprobs(outputs)
+        return b"".join(events.of(step) for step in steps)
+
+    def end(outputs: Outputs) -> tuple[bytes, dict[str, Any]]:
+        data = b"".join(events.of(step, _status(outputs)) for step in blocks.end())
+        return data, head | _ending(items, blocks.blocks, outputs)
+
+    try:
+        async with aclosing(stream_steps(gateway, read.generation, blocks)) as responses:
+            async for steps, outputs in responses:
+                if not events.number:
+                    for data in await beside(num_bytes, begin):
+                        yield data
+                num_new = size.of(outputs, is_whole=any(action == "end" for action, _, _ in steps))
+                if data := await beside(num_new, go_on, steps, outputs):
+                    yield data
+                    size.sent()
+                if "finish_reason" in outputs:
+                    data, response = await beside(num_new, end, outputs)
+                    yield data
+                    await keeper.keep(response, num_bytes + num_new)
+                    kind = f"response.{response['status']}"
+                    yield await beside(num_bytes + num_new, events.event, kind, {"response": response})
+    except ApiError as error:
+        if not events.number:
+            raise
+        failure = {"status": "failed", "error": {"code": "server_error", "message": error.message}}
+
+        def fail() -> bytes:
+            output = _items(items, blocks.blocks, "incomplete")
+            return events.event("response.failed", {"response": {**head, **failure, "output": output}})
+
+        yield await beside(num_bytes + size.total, fail)

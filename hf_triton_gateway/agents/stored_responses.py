@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`/v1/responses/{id}`: responses that are kept, see `response_store`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import Response
+
+from hf_triton_gateway.http.bodies import json_response
+from hf_triton_gateway.http.errors import RESPONSES, ApiError
+from hf_triton_gateway.gateway import Gateway, gateway_of
+from hf_triton_gateway.agents.response_store import ResponseStore, StoredResponse
+from hf_triton_gateway.keys.security import key_of
+
+router = APIRouter()
+MAX_ITEMS = 100
+
+
+@router.get("/v1/responses/{response_id}", responses=RESPONSES, response_model=dict[str, Any])
+async def retrieve_response(response_id: str, request: Request) -> Response:
+    """A response as it ended."""
+    stored = _store(request).get(response_id, key_of(request.scope))
+    return await json_response(stored.num_bytes, dict, stored.response)
+
+
+@router.delete("/v1/responses/{response_id}", responses=RESPONSES)
+async def delete_response(response_id: str, request: Request) -> dict[str, Any]:
+    """Forget a response; those that go on behind it stay."""
+    _store(request).delete(response_id, key_of(request.scope))
+    return {"id": response_id, "object": "response", "deleted": True}
+
+
+@router.get("/v1/responses/{response_id}/input_items", responses=RESPONSES, response_model=dict[str, Any])
+async def list_input_items(
+    response_id: str,
+    request: Request,
+    limit: Annotated[int, Query(ge=1, le=MAX_ITEMS)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+    after: str | None = None,
+) -> Response:
+    """The items of a response's own input."""
+    stored = _store(request).get(response_id, key_of(request.scope))
+    return await json_response(stored.num_bytes, _page, stored, limit, order, after)
+
+
+def _page(stored: StoredResponse, limit: int, order: str, after: str | None) -> dict[str, Any]:
+    # A client's own ids may be null, or be there twice: its pages would never end.
+    items = [{"type": "message", **item, "id": f"item_{index}"} for index, item in enumerate(stored.input)]
+    if order == "desc":
+        items.reverse()
+    if after is not None:
+        names = [item["id"] for item in items]
+        items = items[names.index(after) + 1 :] if after in names else []
+    page = items[:limit]
+    first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": first,
+        "last_id": last,
+        "has_more": len(items) > len(page),
+    }
+
+
+def _store(request: Request) -> ResponseStore:
+    return store_of(gateway_of(request))
+
+
+def store_of(gateway: Gateway, param: str = "response_id") -> ResponseStore:
+    """What keeps responses.
+
+    Raises:
+        ApiError: Nothing does.
+    """
+    if not gateway.stored.keeps_any:
+        raise ApiError(
+            400,
+            f"{param} is for stored responses, and this server keeps none: it runs with --max-stored-responses 0, or "
+            "with several workers",
+            param=param,
+            code="unsupported_parameter",
+        )
+    return gateway.stored

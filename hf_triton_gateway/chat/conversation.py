@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds the messages of a chat from the items and content blocks of other APIs. Knows none of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from hf_triton.errors import clip
+from hf_triton_gateway.http.errors import ApiError
+from hf_triton_gateway.chat.fields import Fields
+from hf_triton_gateway.http.hints import inside, pass_over
+from hf_triton.protocol import chat
+from hf_triton.sentence import begins_with_field, renamed
+
+Part = TypeVar("Part", bound=Fields)
+
+
+def parse_at(model: type[Part], place: str, value: object) -> Part:
+    """Check an object inside a request; null is as good as leaving a field out.
+
+    Args:
+        model: Its fields.
+        place: Where it is: `input[2]`.
+        value: The object.
+
+    Raises:
+        ApiError: It is invalid; message and `param` begin with `place`.
+    """
+    if not isinstance(value, dict):
+        raise ApiError(400, f"{place} must be a JSON object, got {clip(value)}", param=place, code="invalid_parameter")
+    try:
+        with inside(place):
+            return model.model_validate(value)
+    except ApiError as error:
+        param = f"{place}.{error.param}" if error.param else place
+        inner = renamed(error.open_message, lambda path: f"{place}.{path}")
+        message = inner if begins_with_field(inner) else f"{place}: {error.message}"
+        raise ApiError(error.status_code, message, param=param, code=error.code) from None
+
+
+def parse_past(model: type[Part], place: str, value: object) -> Part:
+    """As `parse_at`, of what a server has answered earlier: fields that are not the model's are left out."""
+    if isinstance(value, dict):
+        value = {name: field for name, field in value.items() if name in model.model_fields}
+    return parse_at(model, place, value)
+
+
+def unseen(place: str, kind: str) -> str:
+    """What the model reads in place of a part of a tool's output that is no text: the client cannot leave it out."""
+    pass_over(f"{place}.{kind}")
+    return chat.unseen(kind)
+
+
+class Conversation:
+    """The messages of a chat; neighbours of one role become one message."""
+
+    def __init__(self) -> None:
+        self._messages: list[dict[str, Any]] = []
+        self._places: list[str] = []
+        self.tool_places: list[str] = []
+        """Where the chat's tools come from, for error messages; empty: they are the client's, one by one."""
+
+    def add_text(self, role: str, text: str, place: str) -> None:
+        """Add a part to the content of a message."""
+        part = {"type": "text", "text": text}
+        self._message(role, place, "tool_calls").setdefault("content", []).append(part)
+
+    def add_reasoning(self, text: str, place: str) -> None:
+        """Add the reasoning before an assistant's content."""
+        message = self._message("assistant", place, "content", "tool_calls")
+        message.setdefault("reasoning_content", []).append(text)
+
+    def add_call(self, call_id: str, name: str, arguments: str, place: str) -> None:
+        """Add a tool call of the assistant; its arguments are JSON text."""
+        call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        self._message("assistant", place).setdefault("tool_calls", []).append(call)
+
+    def add_result(self, call_id: str, text: str, place: str) -> None:
+        """Add what a tool answered."""
+        self._messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
+        self._places.append(place)
+
+    @property
+    def ends_with_text(self) -> bool:
+        """Whether the last message is the assistant's, with content and no tool calls."""
+        last = self._messages[-1] if self._messages else {}
+        return last.get("role") == "assistant" and "content" in last and "tool_calls" not in last
+
+    def messages(self) -> list[dict[str, Any]]:
+        """The messages as OpenAI's chats have them."""
+        return [_joined(message) for message in self._messages]
+
+    @property
+    def places(self) -> Mapping[str, Sequence[str]]:
+        """By field of the chat, where each of its elements comes from."""
+        return {"messages": self._places, "tools": self.tool_places}
+
+    def _message(self, role: str, place: str, *after: str) -> dict[str, Any]:
+        """The last message if it is of this role and has none of the fields `after`, or else a new one."""
+        last = self._messages[-1] if self._messages else {}
+        if last.get("role") != role or any(name in last for name in after):
+            last = {"role": role}
+            self._messages.append(last)
+            self._places.append(place)
+        return last
+
+
+def _joined(message: dict[str, Any]) -> dict[str, Any]:
+    """A message with its reasoning in one piece, and its content as a string if that has one part."""
+    content, pieces = message.get("content"), message.get("reasoning_content")
+    reasoning = {} if pieces is None else {"reasoning_content": "".join(pieces)}
+    text = {"content": content[0]["text"]} if isinstance(content, list) and len(content) == 1 else {}
+    return {**message, **reasoning, **text}

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`POST /v1/embeddings`: vectors of texts, token ids or images, from model folders of the task embeddings."""
+
+from __future__ import annotations
+
+import base64
+import struct
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+import annotated_types
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from hf_triton_gateway.http.bodies import beside_loop, json_response
+from hf_triton_gateway.encoders.encoders import EncoderFields
+from hf_triton_gateway.http.errors import RESPONSES, ApiError
+from hf_triton_gateway.chat.fields import Texts, TokenIds, TokenLists
+from hf_triton_gateway.gateway import request_id_of
+from hf_triton_gateway.encoders.images import Found, ImageRoute, Parts, encode_items, read_items, rows_of, size_of_found
+from hf_triton_gateway.triton.triton_messages import EMBEDDING, EMBEDDINGS
+
+router = APIRouter(route_class=ImageRoute)
+
+
+class EmbeddingRequest(EncoderFields):
+    """OpenAI's fields, and some of the model's own."""
+
+    task_of_model: ClassVar[str | None] = EMBEDDINGS
+
+    input: str | Texts | TokenIds | TokenLists | Parts | None = None
+    """A text, token ids, or a list of them. Of models with vectors of images, the list may hold OpenAI's parts
+    `image_url` with data URIs."""
+
+    encoding_format: Literal["float", "base64"] = "float"
+    """`base64` gives each vector as the bytes of its float32 numbers, little-endian."""
+
+    dimensions: Annotated[int, annotated_types.Ge(1), annotated_types.Le(2**31 - 1)] | None = None
+    """To how many dimensions a vector is cut; for models that were trained so."""
+
+    prompt_name: str | None = None
+    """Name of the prompt that the model puts before each text, such as `query`."""
+
+    normalize: bool | None = None
+    """Whether a vector has length 1. By default as the model says."""
+
+    messages: Annotated[list[dict[str, Any]], annotated_types.MaxLen(1)] | None = None
+    """In place of `input`, vLLM's form: one message whose content is one text or one part."""
+
+    def given_input(self) -> tuple[str, Any]:
+        """The input, or what stands in its place, behind the name of its field.
+
+        Raises:
+            ApiError: There is none, or several.
+        """
+        if self.input is not None and self.messages is None:
+            return "input", self.input
+        match self.messages if self.input is None else ():
+            case [{"content": str() as text}] | [{"content": [str() as text]}]:
+                return "messages", text
+            case [{"content": [dict() as part]}]:
+                return "messages[0].content", [part]
+            case None:
+                raise ApiError(400, "input is required", param="input", code="missing_required_parameter")
+        message = "messages stands in place of input, and is one message whose content is one text or one part"
+        raise ApiError(400, message, param="messages", code="invalid_parameter")
+
+
+@router.post("/v1/embeddings", responses=RESPONSES, response_model=dict[str, Any])
+async def create_embeddings(body: EmbeddingRequest, request: Request) -> Response:
+    """Vectors of texts or images."""
+    parameters = {"dimensions": body.dimensions, "prompt_name": body.prompt_name, "normalize": body.normalize}
+    field, given = body.given_input()
+    items = await beside_loop(request, read_items, field, given)
+    found = await encode_items(request, body, EMBEDDINGS, items, [EMBEDDING], parameters, field)
+    return await json_response(size_of_found(found), _answer, body, request_id_of(request), found)
+
+
+def _answer(body: EmbeddingRequest, request_id: str, found: Found) -> dict[str, Any]:
+    rows, usage = rows_of(found, [EMBEDDING])
+    data = [
+        {"object": "embedding", "index": index, "embedding": _encoded(row[EMBEDDING], body.encoding_format)}
+        for index, row in enumerate(rows)
+    ]
+    return {
+        "object": "list",
+        "id": f"embd-{request_id}",
+        "model": body.model,
+        "data": data,
+        "usage": usage,
+    }
+
+
+def _encoded(vector: Sequence[float], encoding: str) -> Sequence[float] | str:
+    if encoding == "float":
+        return vector
+    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gateway's metrics, each declared once; the model's own are at Triton's metrics port."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
+
+from hf_triton_gateway.keys.accounts import LIMITS
+
+BUCKETS_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+PREFIX: Final = "hf_triton_openai"
+SHARED: Final = "PROMETHEUS_MULTIPROC_DIR"
+"""The folder in which the workers of a gateway that has several share their metrics; prometheus_client reads it."""
+
+
+@dataclass(frozen=True)
+class KeyCounts:
+    """The counters of one API key."""
+
+    requests: Counter
+    prompt_tokens: Counter
+    cached_tokens: Counter
+    completion_tokens: Counter
+    refused: Mapping[str, Counter]
+    """By limit."""
+
+
+class Metrics:
+    """The metrics of one process; `exported` has those of all workers."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            f"{PREFIX}_requests", "Requests by endpoint and status.", ("endpoint", "status"), registry=self.registry
+        )
+        self.in_flight = Gauge(
+            f"{PREFIX}_requests_in_flight",
+            "Requests in flight.",
+            registry=self.registry,
+            multiprocess_mode="livesum",
+        )
+        self.duration = Histogram(
+            f"{PREFIX}_request_duration_seconds",
+            "Time from a request's arrival to its last byte, in seconds.",
+            ("endpoint",),
+            buckets=BUCKETS_S,
+            registry=self.registry,
+        )
+        self.first_token = Histogram(
+            f"{PREFIX}_time_to_first_token_seconds",
+            "Time from a stream's request to its first event, in seconds.",
+            ("endpoint",),
+            buckets=BUCKETS_S,
+            registry=self.registry,
+        )
+        self.loads = Counter(
+            f"{PREFIX}_model_loads",
+            "Loads on demand by model and outcome.",
+            ("model", "outcome"),
+            registry=self.registry,
+        )
+        self.load_seconds = Histogram(
+            f"{PREFIX}_model_load_seconds",
+            "Time that loading a model took, in seconds.",
+            ("model",),
+            buckets=BUCKETS_S,
+            registry=self.registry,
+        )
+        self.unloads = Counter(
+            f"{PREFIX}_model_unloads", "Idle models that were unloaded.", ("model",), registry=self.registry
+        )
+        self.waiting_for_load = Gauge(
+            f"{PREFIX}_requests_waiting_for_load",
+            "Requests that wait for a model to be loaded.",
+            registry=self.registry,
+            multiprocess_mode="livesum",
+        )
+        self.key_requests = Counter(
+            f"{PREFIX}_key_requests",
+            "Requests by the API key's name, without refused ones.",
+            ("key",),
+            registry=self.registry,
+        )
+        self.key_prompt_tokens = Counter(
+            f"{PREFIX}_key_prompt_tokens", "Tokens of prompts by the API key's name.", ("key",), registry=self.registry
+        )
+        self.key_cached_tokens = Counter(
+            f"{PREFIX}_key_cached_tokens",
+            "Of these, tokens that the prefix cache had, by the API key's name.",
+            ("key",),
+            registry=self.registry,
+        )
+        self.key_completion_tokens = Counter(
+            f"{PREFIX}_key_completion_tokens",
+            "Tokens of completions by the API key's name.",
+            ("key",),
+            registry=self.registry,
+        )
+        self.key_refused = Counter(
+            f"{PREFIX}_key_refused",
+            "Requests that a limit refused, by the API key's name and the limit.",
+            ("key", "limit"),
+            registry=self.registry,
+        )
+
+    def exported(self) -> bytes:
+        """The metrics in Prometheus' form, of all workers together."""
+        if SHARED not in os.environ:
+            return generate_latest(self.registry)
+        for file in Path(os.environ[SHARED]).glob("gauge_live*.db"):
+            pid = int(file.stem.rpartition("_")[2])
+            if not Path(f"/proc/{pid}").exists():
+                mark_process_dead(pid)  # type: ignore[no-untyped-call]
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+        return generate_latest(registry)
+
+    def of_key(self, name: str) -> KeyCounts:
+        """The counters of an API key, which are exported from now on."""
+        return KeyCounts(
+            self.key_requests.labels(name),
+            self.key_prompt_tokens.labels(name),
+            self.key_cached_tokens.labels(name),
+            self.key_completion_tokens.labels(name),
+            {limit: self.key_refused.labels(name, limit) for limit in LIMITS},
+        )
+
+    def forget_key(self, name: str) -> None:
+        """Export nothing of an API key any more, which was given to `of_key`; what workers share stays."""
+        if SHARED in os.environ:
+            return
+        tokens = (self.key_prompt_tokens, self.key_cached_tokens, self.key_completion_tokens)
+        for counter in (self.key_requests, *tokens):
+            counter.remove(name)
+        for limit in LIMITS:
+            self.key_refused.remove(name, limit)
