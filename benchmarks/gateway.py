@@ -40,11 +40,11 @@ from server import build_prompts
 from server import save as save_checkpoint
 
 from hf_triton.cli.gateway import GatewayProcess
+from hf_triton.testing import TritonServer
 from hf_triton_gateway.config import GatewayConfig
 from hf_triton_gateway.triton.endpoint import Endpoint
-from hf_triton_gateway.triton.triton_models import TritonModels
 from hf_triton_gateway.triton.triton_messages import Generation
-from hf_triton.testing import TritonServer
+from hf_triton_gateway.triton.triton_models import TritonModels
 
 WIDTH, NUM_REQUESTS = 16, 32
 NUM_NEW_TOKENS, NUM_ALONE_TOKENS = 32, 8

@@ -11,26 +11,26 @@ from typing import Final
 from fastapi import APIRouter, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
-from hf_triton_gateway.encoders import audio, classify, cohere, embeddings, pipelines, scores, tei, token_tasks
-from hf_triton_gateway.chat import chat, completions, models, tokenize
-from hf_triton_gateway.http import health, hints
 from hf_triton_gateway.agents import messages, responses, stored_responses
-from hf_triton_gateway.keys.accounts import HEADERS, QuotaCheck
-from hf_triton_gateway.http.api_page import mount_api_page
+from hf_triton_gateway.agents.response_store import ResponseStore
+from hf_triton_gateway.chat import chat, completions, models, tokenize
 from hf_triton_gateway.config import GatewayConfig
-from hf_triton_gateway.triton.endpoint import Endpoint
-from hf_triton_gateway.http.errors import RESPONSES, install_handlers
+from hf_triton_gateway.encoders import audio, classify, cohere, embeddings, pipelines, scores, tei, token_tasks
 from hf_triton_gateway.gateway import Gateway
+from hf_triton_gateway.http import health, hints
+from hf_triton_gateway.http.api_page import mount_api_page
+from hf_triton_gateway.http.errors import RESPONSES, install_handlers
 from hf_triton_gateway.http.http_rules import HttpRules
 from hf_triton_gateway.http.limits import Limits
 from hf_triton_gateway.http.metrics import Metrics
 from hf_triton_gateway.http.observe import Observe
-from hf_triton_gateway.triton.on_demand import OnDemand
 from hf_triton_gateway.http.page import mount_page
-from hf_triton_gateway.triton.repository import TritonRepository
-from hf_triton_gateway.agents.response_store import ResponseStore
-from hf_triton_gateway.keys.security import ApiKeys, KeyCheck
 from hf_triton_gateway.http.tracing import GatewayTracer
+from hf_triton_gateway.keys.accounts import HEADERS, QuotaCheck
+from hf_triton_gateway.keys.security import ApiKeys, KeyCheck
+from hf_triton_gateway.triton.endpoint import Endpoint
+from hf_triton_gateway.triton.on_demand import OnDemand
+from hf_triton_gateway.triton.repository import TritonRepository
 from hf_triton_gateway.triton.triton_models import TritonModels
 
 ROUTERS: Final[tuple[APIRouter, ...]] = (

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from starlette.requests import Request
 
+from hf_triton_gateway.agents.response_store import ResponseStore
 from hf_triton_gateway.config import GatewayConfig
 from hf_triton_gateway.http.metrics import Metrics
-from hf_triton_gateway.agents.response_store import ResponseStore
 from hf_triton_gateway.triton.triton_models import TritonModels
 
 

@@ -19,10 +19,10 @@ import click
 
 from hf_triton.cli.gateway_options import ALONE, gateway_options, read_config
 from hf_triton.errors import HfTritonError, ServerError, clip
-from hf_triton_gateway.config import GatewayConfig, TritonAddress
-from hf_triton_gateway.triton.endpoint import Endpoint
 from hf_triton.protocol.load_reasons import first_sentence
 from hf_triton.protocol.names import SERVER_VARIABLE
+from hf_triton_gateway.config import GatewayConfig, TritonAddress
+from hf_triton_gateway.triton.endpoint import Endpoint
 
 if TYPE_CHECKING:
     from tritonclient.grpc import InferenceServerClient

@@ -25,8 +25,8 @@ from hf_triton.protocol.options import CHAT_OPTIONS, OPTIONS
 from hf_triton.protocol.validation import read_json
 
 if TYPE_CHECKING:
-    from hf_triton_gateway.triton.triton_models import TritonModels
     from hf_triton_gateway.triton.triton_messages import Generation, Outputs
+    from hf_triton_gateway.triton.triton_models import TritonModels
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 SEVERAL: Final = ("n", "num_return_sequences", "best_of")

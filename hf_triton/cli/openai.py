@@ -41,8 +41,8 @@ def _require_explicit_mode(config: GatewayConfig) -> None:
     Raises:
         ServerError: It does not.
     """
-    from hf_triton_gateway.triton.endpoint import Endpoint
     from hf_triton_gateway.http.errors import ApiError
+    from hf_triton_gateway.triton.endpoint import Endpoint
     from hf_triton_gateway.triton.repository import TritonRepository
 
     async def check() -> None:

@@ -22,8 +22,8 @@ from hf_triton.cli.repositories import DEMO_NAME, served_repository
 from hf_triton.cli.session import Session
 from hf_triton.cli.sources import fetch_models, is_repository, model_repository
 from hf_triton.errors import HfTritonError, ServerError
-from hf_triton_gateway.triton.endpoint import Endpoint
 from hf_triton.server import TritonServer
+from hf_triton_gateway.triton.endpoint import Endpoint
 
 LOAD_TIMEOUT_S = 7200.0
 EXAMPLES = """\b

@@ -202,8 +202,8 @@ def _gateway(url: str | None, model: str | None, settings: Mapping[str, str]) ->
         return
     from hf_triton.cli.gateway import GatewayProcess
     from hf_triton.cli.run import serving
-    from hf_triton_gateway.config import GatewayConfig
     from hf_triton.server import free_ports
+    from hf_triton_gateway.config import GatewayConfig
 
     with serving(model, settings) as (name, server), contextlib.ExitStack() as stack:
         gateway = GatewayProcess(GatewayConfig(triton=server.grpc_url, port=free_ports(1)[0]))

@@ -32,7 +32,6 @@ from hf_triton.cli.server_log import ServerLog
 from hf_triton.cli.sources import fetch_models, is_repository, model_repository, split_flags
 from hf_triton.cli.typed import as_typed
 from hf_triton.errors import ServerError, SettingsError
-from hf_triton_gateway.config import GatewayConfig
 from hf_triton.server import (
     ADMIN_HEADER,
     GRPC_RESTRICTED,
@@ -46,6 +45,7 @@ from hf_triton.server import (
     restricted_protocol_headers,
 )
 from hf_triton.stream_door.model import SUFFIX
+from hf_triton_gateway.config import GatewayConfig
 
 DEFAULT_OPENAI_PORT: Final = GatewayConfig.model_fields["port"].default
 EXPLICIT: Final = "--model-control-mode=explicit"

@@ -24,13 +24,13 @@ from hf_triton_gateway.chat.answers import (
     usage,
     usage_of,
 )
+from hf_triton_gateway.chat.fields import MAX_PROMPTS, GenerationFields, Texts, TokenIds
+from hf_triton_gateway.chat.logprobs import TextOffsets, completion_logprobs
+from hf_triton_gateway.chat.merge import all_results, merged
+from hf_triton_gateway.gateway import Gateway, gateway_of, request_id_of
 from hf_triton_gateway.http.bodies import JsonRoute, beside, beside_loop, json_response
 from hf_triton_gateway.http.disconnect import run_while_connected
 from hf_triton_gateway.http.errors import ApiError
-from hf_triton_gateway.chat.fields import MAX_PROMPTS, GenerationFields, Texts, TokenIds
-from hf_triton_gateway.gateway import Gateway, gateway_of, request_id_of
-from hf_triton_gateway.chat.logprobs import TextOffsets, completion_logprobs
-from hf_triton_gateway.chat.merge import all_results, merged
 from hf_triton_gateway.http.sse import DONE, RESPONSES, EventStream, chunk, chunk_start, event
 from hf_triton_gateway.triton.triton_messages import Generation, Outputs, StreamSize, size_of
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from hf_triton.errors import clip
-from hf_triton_gateway.http.errors import ApiError
-from hf_triton_gateway.chat.fields import Fields
-from hf_triton_gateway.http.hints import inside, pass_over
 from hf_triton.protocol import chat
 from hf_triton.sentence import begins_with_field, renamed
+from hf_triton_gateway.chat.fields import Fields
+from hf_triton_gateway.http.errors import ApiError
+from hf_triton_gateway.http.hints import inside, pass_over
 
 Part = TypeVar("Part", bound=Fields)
 

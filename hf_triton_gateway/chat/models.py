@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from hf_triton_gateway.keys.accounts import check_model
-from hf_triton_gateway.http.bodies import JsonRoute
 from hf_triton_gateway.chat.fields import Fields
 from hf_triton_gateway.gateway import gateway_of
+from hf_triton_gateway.http.bodies import JsonRoute
 from hf_triton_gateway.http.sse import RESPONSES, event
-from hf_triton_gateway.triton.triton_models import Model
+from hf_triton_gateway.keys.accounts import check_model
 from hf_triton_gateway.triton.triton_messages import ADAPTER_MARK
+from hf_triton_gateway.triton.triton_models import Model
 
 router = APIRouter(route_class=JsonRoute)
 

@@ -8,10 +8,10 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 import annotated_types
 
+from hf_triton.protocol.parameters import MAX_NEW_TOKENS
 from hf_triton_gateway.chat.conversation import parse_at
 from hf_triton_gateway.chat.fields import HINT, Fields, Ignored
 from hf_triton_gateway.http.hints import pass_over
-from hf_triton.protocol.parameters import MAX_NEW_TOKENS
 
 Budget = Annotated[int, annotated_types.Ge(0), annotated_types.Le(MAX_NEW_TOKENS)]
 DISABLED: Final = "disabled"

@@ -9,14 +9,14 @@ import annotated_types
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from hf_triton_gateway.http.bodies import beside_loop, json_response
-from hf_triton_gateway.encoders.encoders import EncoderFields
-from hf_triton_gateway.http.errors import RESPONSES, ApiError
+from hf_triton.protocol.task_declaration import IMAGE
 from hf_triton_gateway.chat.fields import Texts, TokenIds, TokenLists
+from hf_triton_gateway.encoders.encoders import EncoderFields
 from hf_triton_gateway.encoders.images import Found, ImageRoute, Parts, encode_items, read_items, rows_of, size_of_found
 from hf_triton_gateway.encoders.scores import SCORE, response_head
+from hf_triton_gateway.http.bodies import beside_loop, json_response
+from hf_triton_gateway.http.errors import RESPONSES, ApiError
 from hf_triton_gateway.triton.triton_messages import CLASSIFICATION, IMAGE_CLASSIFICATION
-from hf_triton.protocol.task_declaration import IMAGE
 
 router = APIRouter(route_class=ImageRoute)
 ALL_SCORES: Final = "all_scores"

@@ -16,12 +16,16 @@ from typing import Any, Final
 from fastapi import APIRouter, Request, Response
 
 from hf_triton.errors import ERROR_FORM, clip
+from hf_triton.protocol.names import JSON_OUTPUT
+from hf_triton.protocol.options import BEFORE_INPUTS
+from hf_triton.protocol.task_declaration import AUDIO, IMAGE, TEXT
+from hf_triton.sentence import param
 from hf_triton_gateway.encoders import tei
-from hf_triton_gateway.http.bodies import ANY_TASK, beside_loop, json_response, named_model
 from hf_triton_gateway.encoders.encoders import EncoderFields, encode, text_list
-from hf_triton_gateway.http.errors import ApiError, unknown_field
-from hf_triton_gateway.gateway import gateway_of
 from hf_triton_gateway.encoders.images import ImageRoute
+from hf_triton_gateway.gateway import gateway_of
+from hf_triton_gateway.http.bodies import ANY_TASK, beside_loop, json_response, named_model
+from hf_triton_gateway.http.errors import ApiError, unknown_field
 from hf_triton_gateway.triton.triton_messages import (
     CLASSIFICATION,
     EMBEDDINGS,
@@ -36,10 +40,6 @@ from hf_triton_gateway.triton.triton_messages import (
     Outputs,
     size_of,
 )
-from hf_triton.protocol.names import JSON_OUTPUT
-from hf_triton.protocol.options import BEFORE_INPUTS
-from hf_triton.protocol.task_declaration import AUDIO, IMAGE, TEXT
-from hf_triton.sentence import param
 
 router = APIRouter(route_class=ImageRoute)
 TASK_INPUTS: Final[Mapping[str, tuple[str, ...]]] = {

@@ -11,12 +11,12 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from hf_triton.errors import CODES, clip, read_error_data
-from hf_triton_gateway.http.client_names import ClientNames
-from hf_triton_gateway.triton.triton_words import first_line, says
 from hf_triton.protocol.load_reasons import first_sentence
 from hf_triton.protocol.prompts import BYTES_PER_TOKEN
 from hf_triton.protocol.validation import suggest
 from hf_triton.sentence import names_row, row, text
+from hf_triton_gateway.http.client_names import ClientNames
+from hf_triton_gateway.triton.triton_words import first_line, says
 
 if TYPE_CHECKING:  # the commands read errors too, and need no FastAPI
     from fastapi import FastAPI, Request

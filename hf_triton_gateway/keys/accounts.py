@@ -24,8 +24,8 @@ from hf_triton_gateway.http.errors import ApiError
 from hf_triton_gateway.triton.triton_messages import Generation, Outputs, TextRequest, base_name
 
 if TYPE_CHECKING:
-    from hf_triton_gateway.keys.key_lines import Quota
     from hf_triton_gateway.http.metrics import Metrics
+    from hf_triton_gateway.keys.key_lines import Quota
 
 CACHE_SALT: Final = "cache_salt"
 REQUESTS: Final = "requests"

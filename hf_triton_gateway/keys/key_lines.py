@@ -11,8 +11,8 @@ import annotated_types
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from hf_triton.errors import SettingsError, clip
-from hf_triton_gateway.triton.triton_messages import ADAPTER_MARK
 from hf_triton.protocol.validation import problems, suggest
+from hf_triton_gateway.triton.triton_messages import ADAPTER_MARK
 
 COMMENT: Final = re.compile(rb"(^|\s)#.*", re.DOTALL)
 EVERY_KEY: Final = b"*"

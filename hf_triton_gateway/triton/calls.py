@@ -17,8 +17,8 @@ from typing import Any, Final
 import grpc
 from tritonclient.grpc import service_pb2
 
-from hf_triton_gateway.triton.model_infos import BYTES as ZEROS
 from hf_triton.protocol.names import CANCEL
+from hf_triton_gateway.triton.model_infos import BYTES as ZEROS
 
 Metadata = tuple[tuple[str, str], ...]
 

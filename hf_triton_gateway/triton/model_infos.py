@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Final
 import grpc
 from tritonclient.grpc import model_config_pb2, service_pb2
 
-from hf_triton_gateway.triton.triton_messages import Folder, read_outputs
 from hf_triton.protocol.model_info import MODEL_INFO, ModelInfo
 from hf_triton.protocol.names import JSON_OUTPUT
+from hf_triton_gateway.triton.triton_messages import Folder, read_outputs
 
 if TYPE_CHECKING:
     from hf_triton_gateway.triton.calls import Calls

@@ -16,11 +16,11 @@ import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from hf_triton.errors import clip
-from hf_triton_gateway.triton.endpoint import Endpoint, wait_for_attempt
 from hf_triton_gateway.http.errors import ApiError, load_reason, logged_reason
+from hf_triton_gateway.triton.endpoint import Endpoint, wait_for_attempt
 from hf_triton_gateway.triton.on_demand import Activity
-from hf_triton_gateway.triton.triton_models import CONTROL_TIMEOUT_S
 from hf_triton_gateway.triton.triton_messages import DOOR_SUFFIX
+from hf_triton_gateway.triton.triton_models import CONTROL_TIMEOUT_S
 from hf_triton_gateway.triton.triton_words import says
 
 LOG: Final = logging.getLogger("hf_triton_gateway")

@@ -13,9 +13,6 @@ from pydantic_core import to_json
 from tritonclient.grpc import service_pb2
 
 from hf_triton.errors import ERROR_FORM, ERROR_FORM_VERSION
-from hf_triton_gateway.http.client_names import OWN_NAMES, ClientNames
-from hf_triton_gateway.http.errors import ApiError
-from hf_triton_gateway.http.tracing import caller
 from hf_triton.protocol.model_info import ModelInfo
 from hf_triton.protocol.names import (
     MESSAGES,
@@ -28,6 +25,9 @@ from hf_triton.protocol.names import (
     declared_input,
 )
 from hf_triton.protocol.thinking import SWITCHES, switched, unread
+from hf_triton_gateway.http.client_names import OWN_NAMES, ClientNames
+from hf_triton_gateway.http.errors import ApiError
+from hf_triton_gateway.http.tracing import caller
 
 DOOR_SUFFIX: Final = "_stream"
 ADAPTER_MARK: Final = ":"

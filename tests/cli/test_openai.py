@@ -21,9 +21,9 @@ import hf_triton
 from hf_triton.cli import main
 from hf_triton.cli.gateway_options import ALONE, as_arguments, read_config
 from hf_triton.cli.openai import openai
-from hf_triton_gateway.config import GatewayConfig
 from hf_triton.server import free_ports
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
+from hf_triton_gateway.config import GatewayConfig
 from tests.support.gateway import wait_until
 from tests.support.serving import (
     COMMAND,

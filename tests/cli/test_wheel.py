@@ -14,7 +14,7 @@ import pytest
 
 from hf_triton import __version__
 from hf_triton.testing import build_tiny_checkpoint
-from tests.support.paths import ROOT
+from tests.support.paths import PACKAGES, ROOT
 from tests.support.serving import Serving, curl_lines, running, send
 from tests.support.wheel import build_wheel, clean_environment, install_wheel
 
@@ -42,9 +42,10 @@ def read_metadata(wheel: Path) -> email.message.Message:
 def test_the_wheel_has_every_file_of_the_package(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
-    files = {path.relative_to(ROOT) for path in (ROOT / "hf_triton").rglob("*") if path.is_file()}
+    files = {path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*") if path.is_file()}
     assert packed >= {str(path) for path in files if path.suffix != ".pyc"}
-    assert {"hf_triton/py.typed", "hf_triton/demo/model.safetensors", "hf_triton_gateway/http/page/index.html"} <= packed
+    assert {"hf_triton/py.typed", "hf_triton/demo/model.safetensors"} <= packed
+    assert "hf_triton_gateway/http/page/index.html" in packed
     assert "hf_triton/stream_door/folder/config.pbtxt" in packed  # by a link
 
 
@@ -114,7 +115,8 @@ def test_the_demo_answers(serving: Serving) -> None:
 def test_the_page_is_served(serving: Serving) -> None:
     page = f"http://localhost:{serving.openai_port}/"
     assert "<html" in send(["curl", page])
-    assert send(["curl", f"{page}page/page.js"]) == (ROOT / "hf_triton" / "openai" / "page" / "page.js").read_text()
+    script = ROOT / "hf_triton_gateway" / "http" / "page" / "page.js"
+    assert send(["curl", f"{page}page/page.js"]) == script.read_text()
 
 
 def test_a_checkpoint_is_served(command: Path, empty: Path, tmp_path: Path) -> None:

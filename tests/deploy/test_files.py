@@ -23,11 +23,11 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from hf_triton.cli import cli
 from hf_triton.errors import CODES
+from hf_triton.server import free_ports
+from hf_triton.tasks.metrics import METRICS
 from hf_triton_gateway.config import GatewayConfig
 from hf_triton_gateway.http.health import LIVE_PATHS, READY_PATHS
 from hf_triton_gateway.http.metrics import Metrics
-from hf_triton.server import free_ports
-from hf_triton.tasks.metrics import METRICS
 from tests.support.certificates import Authority
 from tests.support.gateway import GatewayThread, add_demo, wait_until
 from tests.support.haproxy import haproxy

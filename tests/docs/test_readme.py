@@ -16,13 +16,13 @@ import pytest
 from hf_triton import __version__
 from hf_triton.cli.doors import door_repository
 from hf_triton.cli.gateway import GatewayProcess
-from hf_triton_gateway.config import GatewayConfig
 from hf_triton.protocol.chat import MAX_MESSAGES, MAX_TOOLS
 from hf_triton.server import free_ports
 from hf_triton.settings import load_settings
 from hf_triton.testing import ARCHITECTURES, TritonServer
+from hf_triton_gateway.config import GatewayConfig
 from tests.support.client import post
-from tests.support.paths import ROOT, load_script
+from tests.support.paths import PACKAGES, ROOT, load_script, sources
 
 README = ROOT / "README.md"
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
@@ -67,7 +67,8 @@ def test_readme_is_short() -> None:
 
 
 def test_the_page_is_small() -> None:
-    files = [path for path in (ROOT / "hf_triton" / "openai" / "page").iterdir() if path.suffix in (".js", ".css")]
+    page = ROOT / "hf_triton_gateway" / "http" / "page"
+    files = [path for path in page.iterdir() if path.suffix in (".js", ".css")]
     assert sum(len(path.read_text().splitlines()) for path in files) <= MAX_PAGE_LINES
 
 
@@ -89,8 +90,8 @@ def test_first_screen_has_the_two_commands() -> None:
 
 
 def test_messages_name_documents_that_exist() -> None:
-    sources = "".join(path.read_text() for path in (ROOT / "hf_triton").rglob("*.py"))
-    named = set(re.findall(r"docs/[\w-]+\.md", sources))
+    text = "".join(path.read_text() for path in sources())
+    named = set(re.findall(r"docs/[\w-]+\.md", text))
     assert len(named) >= 5
     assert [path for path in named if not (ROOT / path).exists()] == []
 
@@ -132,7 +133,8 @@ def test_the_file_tree_has_every_package() -> None:
     named = {path.rstrip("/") for path, _ in _tree()}
     present = {
         str(path.relative_to(ROOT))
-        for path in (ROOT / "hf_triton").iterdir()
+        for package in PACKAGES
+        for path in (ROOT / package).iterdir()
         if path.name not in ("__init__.py", "__pycache__", "py.typed")
     }
     assert present <= named

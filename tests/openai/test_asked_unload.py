@@ -10,10 +10,10 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from hf_triton_gateway.triton.calls import Calls
 from hf_triton_gateway.triton.model_infos import ModelInfos
 from hf_triton_gateway.triton.triton_messages import Folder
-from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from tests.support.gateway import wait_until
 from tests.support.slow_model import DECOUPLED
 

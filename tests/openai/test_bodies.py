@@ -16,9 +16,9 @@ from typing import NamedTuple
 import httpx
 import pytest
 
+from hf_triton.server import free_ports
 from hf_triton_gateway.http.bodies import MAX_CONTAINERS, MAX_JSON_BYTES, MAX_VALUES
 from hf_triton_gateway.http.limits import MAX_BYTES_IN_FLIGHT
-from hf_triton.server import free_ports
 from tests.support.gateway import wait_until
 from tests.support.serving import COMMAND
 

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from hf_triton_gateway.config import GatewayConfig
 from hf_triton.testing import TritonServer
+from hf_triton_gateway.config import GatewayConfig
 from tests.support.gateway import GatewayThread, num_running, wait_until
 
 LONG = {"max_tokens": 200, "ignore_eos": True}

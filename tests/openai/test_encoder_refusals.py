@@ -8,10 +8,10 @@ from typing import Any
 import httpx
 import pytest
 
-from hf_triton_gateway.encoders import classify, cohere, embeddings, scores, tei
-from hf_triton_gateway.config import GatewayConfig
 from hf_triton.protocol.options import PARAMETERS
 from hf_triton.testing import TritonServer
+from hf_triton_gateway.config import GatewayConfig
+from hf_triton_gateway.encoders import classify, cohere, embeddings, scores, tei
 from tests.support.gateway import GatewayThread
 
 pytestmark = pytest.mark.full

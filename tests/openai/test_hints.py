@@ -7,11 +7,11 @@ from typing import Any
 import httpx
 import pytest
 
-from hf_triton_gateway.http import hints
-from hf_triton_gateway.http.bodies import LARGE_BYTES
+from hf_triton.testing import TritonServer
 from hf_triton_gateway.chat.chat import ChatRequest
 from hf_triton_gateway.config import GatewayConfig
-from hf_triton.testing import TritonServer
+from hf_triton_gateway.http import hints
+from hf_triton_gateway.http.bodies import LARGE_BYTES
 from tests.support.gateway import GatewayThread
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"

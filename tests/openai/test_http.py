@@ -11,9 +11,9 @@ import httpx
 import pytest
 
 from hf_triton import __version__
-from hf_triton_gateway.http import http_rules
 from hf_triton_gateway import server
 from hf_triton_gateway.config import GatewayConfig
+from hf_triton_gateway.http import http_rules
 from hf_triton_gateway.http.health import CHECK_PATHS, LIVE_PATHS
 from tests.support.gateway import GatewayThread
 

@@ -10,14 +10,14 @@ import httpx
 import pytest
 from tritonclient.grpc import model_config_pb2
 
+from hf_triton.protocol.model_info import ModelInfo
+from hf_triton.testing import TritonServer
 from hf_triton_gateway.http import hints
 from hf_triton_gateway.triton.calls import Calls
 from hf_triton_gateway.triton.endpoint import Endpoint
 from hf_triton_gateway.triton.model_infos import RETRY_S, ModelInfos, info_request
-from hf_triton_gateway.triton.triton_models import TritonModels
 from hf_triton_gateway.triton.triton_messages import Folder
-from hf_triton.protocol.model_info import ModelInfo
-from hf_triton.testing import TritonServer
+from hf_triton_gateway.triton.triton_models import TritonModels
 from tests.support.gateway import GatewayThread, wait_until
 
 MODELS = ("bare", "batching", "decoupled", "demo", "slow", "tiny")

@@ -13,10 +13,10 @@ import pytest
 from openai.types.chat import ChatCompletion
 from openai.types.responses import Response
 
+from hf_triton.protocol.chat import parse_chat
 from hf_triton_gateway.agents.message_blocks import read_messages
 from hf_triton_gateway.agents.response_input import read_input
 from hf_triton_gateway.agents.response_tools import ResponseTools
-from hf_triton.protocol.chat import parse_chat
 from tests.support.gateway import GatewayThread
 
 HELLO = {"role": "user", "content": "Hello!"}

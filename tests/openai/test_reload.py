@@ -9,8 +9,8 @@ from pathlib import Path
 import openai
 import pytest
 
-from hf_triton_gateway.config import GatewayConfig
 from hf_triton.testing import TritonServer
+from hf_triton_gateway.config import GatewayConfig
 from tests.support.gateway import GatewayThread, add_demo
 
 

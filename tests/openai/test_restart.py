@@ -14,9 +14,9 @@ from typing import Any
 import httpx
 import pytest
 
-from hf_triton_gateway.config import GatewayConfig
 from hf_triton.server import free_ports
 from hf_triton.testing import TritonServer
+from hf_triton_gateway.config import GatewayConfig
 from tests.support.chat import build_chat_checkpoint
 from tests.support.gateway import GatewayThread, wait_until
 from tests.support.slow_model import DECOUPLED, SLOW_MODEL

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from hf_triton.cli import main
-from hf_triton_gateway.config import GatewayConfig
 from hf_triton.server import free_ports
 from hf_triton.testing import TritonServer
+from hf_triton_gateway.config import GatewayConfig
 from tests.support.commands import hf_triton
 from tests.support.gateway import GatewayThread
 from tests.support.paths import ROOT

@@ -14,11 +14,11 @@ import openai
 import pytest
 
 from hf_triton.errors import SettingsError
+from hf_triton.testing import TritonServer
 from hf_triton_gateway.app import build_app
 from hf_triton_gateway.config import GatewayConfig
 from hf_triton_gateway.http.metrics import Metrics
 from hf_triton_gateway.keys.security import ApiKeys
-from hf_triton.testing import TritonServer
 from tests.support.gateway import GatewayThread, num_running, wait_until
 
 KEY, OTHER_KEY = "sk-first-4711", "sk-second-0815"

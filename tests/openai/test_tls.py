@@ -21,11 +21,11 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from hf_triton.cli import cli
 from hf_triton.cli.client import Triton
 from hf_triton.errors import ServerError, SettingsError
+from hf_triton.server import ADMIN_HEADER, TritonServer, free_ports
 from hf_triton_gateway.app import build_app
 from hf_triton_gateway.config import GatewayConfig, TritonAddress
-from hf_triton_gateway.triton.endpoint import Endpoint
 from hf_triton_gateway.http.tls import ServerCertificate
-from hf_triton.server import ADMIN_HEADER, TritonServer, free_ports
+from hf_triton_gateway.triton.endpoint import Endpoint
 from tests.support.certificates import Authority
 from tests.support.commands import hf_triton
 from tests.support.gateway import GatewayThread, add_demo, wait_until

@@ -8,8 +8,8 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from hf_triton_gateway.triton.triton_words import MEANINGS, Meaning, first_line, says, unknown_name
 from hf_triton.testing import TritonServer
+from hf_triton_gateway.triton.triton_words import MEANINGS, Meaning, first_line, says, unknown_name
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import tritonclient.grpc
 
-from hf_triton_gateway.config import GatewayConfig
 from hf_triton.testing import LoopbackHub, TritonServer
+from hf_triton_gateway.config import GatewayConfig
 from tests.support.client import post
 from tests.support.gateway import GatewayThread
 from tests.support.paths import ROOT

@@ -20,8 +20,8 @@ import tritonclient.grpc as grpcclient
 from prometheus_client.parser import text_string_to_metric_families
 from tritonclient.utils import InferenceServerException
 
-from hf_triton_gateway.triton.triton_words import says
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
+from hf_triton_gateway.triton.triton_words import says
 from tests.support.client import Reply, generate, generate_stream, get, infer, open_stream, post
 from tests.support.gateway import num_running, wait_until
 from tests.support.slow_model import slow_model

@@ -8,9 +8,9 @@ import httpx
 import pytest
 
 from hf_triton.errors import SettingsError
+from hf_triton.testing import TritonServer
 from hf_triton_gateway.config import GatewayConfig
 from hf_triton_gateway.triton.triton_headers import read_headers
-from hf_triton.testing import TritonServer
 from tests.support.client import Reply, post
 from tests.support.gateway import GatewayThread, add_demo
 

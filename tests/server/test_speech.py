@@ -14,8 +14,8 @@ import openai
 import pytest
 import tritonclient.grpc
 
-from hf_triton_gateway.config import GatewayConfig
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
+from hf_triton_gateway.config import GatewayConfig
 from tests.support.client import get, post
 from tests.support.gateway import GatewayThread
 from tests.support.paths import ROOT

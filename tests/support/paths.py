@@ -7,6 +7,12 @@ from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("hf_triton", "hf_triton_gateway")
+
+
+def sources() -> list[Path]:
+    """Every module of the packages."""
+    return [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
 
 
 def load_script(name: str) -> ModuleType:

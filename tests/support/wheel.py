@@ -8,9 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.paths import ROOT
+from tests.support.paths import PACKAGES, ROOT
 
-SOURCES = ("hf_triton", "stream_door", "pyproject.toml", "hatch_build.py", "README.md", "LICENSE")
+SOURCES = (*PACKAGES, "stream_door", "pyproject.toml", "hatch_build.py", "README.md", "LICENSE")
 
 
 def build_wheel(folder: Path, **environment: str) -> Path:

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 
 from hf_triton_gateway.app import ROUTERS
+from hf_triton_gateway.chat.fields import Fields
 from hf_triton_gateway.http.bodies import (
     LARGE_BYTES,
     MAX_CONTAINERS,
@@ -27,7 +28,6 @@ from hf_triton_gateway.http.bodies import (
     write_json,
 )
 from hf_triton_gateway.http.errors import ApiError
-from hf_triton_gateway.chat.fields import Fields
 
 ROUTES = [route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute) and route.body_field]
 MODELS: dict[str, type[BaseModel]] = {}

@@ -5,8 +5,8 @@ import re
 import subprocess
 from pathlib import Path
 
-from hf_triton_gateway.triton.endpoint import CHANNEL_OPTIONS
 from hf_triton.server import find_tritonserver
+from hf_triton_gateway.triton.endpoint import CHANNEL_OPTIONS
 
 
 def test_pings_are_as_rare_as_triton_wants(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from hf_triton.runner.cpu.availability import runs_numba
 from hf_triton.server import find_tritonserver
 from hf_triton.settings import ModelSettings
 from hf_triton.tasks.audio import import_soundfile
-from tests.support.paths import ROOT
+from tests.support.paths import PACKAGES, ROOT, sources
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PLAIN, EXTRAS = PROJECT["dependencies"], PROJECT["optional-dependencies"]
@@ -89,13 +89,13 @@ INSTALLED = {canonicalize_name(name) for names in packages_distributions().value
 
 def imported_modules() -> set[str]:
     modules = set()
-    for path in (ROOT / "hf_triton").rglob("*.py"):
+    for path in sources():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import):
                 modules |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.level == 0:
                 modules.add(str(node.module).partition(".")[0])
-    return modules - sys.stdlib_module_names - {"hf_triton"} - NOT_OURS
+    return modules - sys.stdlib_module_names - {*PACKAGES} - NOT_OURS
 
 
 def test_serving_finds_every_import_among_its_dependencies() -> None:
@@ -121,7 +121,7 @@ CLIENTS = [name for name, extras in NEEDS.items() if extras == ("cli",)]
 @pytest.fixture(scope="module")
 def graph_of_imports() -> grimp.ImportGraph:
     return grimp.build_graph(
-        "hf_triton", include_external_packages=True, exclude_type_checking_imports=True, cache_dir=None
+        *PACKAGES, include_external_packages=True, exclude_type_checking_imports=True, cache_dir=None
     )
 
 
@@ -131,7 +131,7 @@ def undeclared(graph: grimp.ImportGraph, roots: Iterable[str], extras: Iterable[
     for root in roots:
         for module in {root, *(graph.find_descendants(root) if root not in COMMANDS else ())}:
             modules |= graph.find_upstream_modules(module)
-    foreign = {name.partition(".")[0] for name in modules} - sys.stdlib_module_names - {"hf_triton"} - NOT_OURS
+    foreign = {name.partition(".")[0] for name in modules} - sys.stdlib_module_names - {*PACKAGES} - NOT_OURS
     present = installed_with(*PLAIN, *set().union(*map(required, extras)))
     distributions = packages_distributions()
     return {name for name in foreign if not {*map(canonicalize_name, distributions.get(name, [name]))} & present}
@@ -238,14 +238,14 @@ def test_the_image_of_a_triton_needs_no_other_triton(tmp_path: Path, monkeypatch
 
 
 def test_every_named_extra_exists() -> None:
-    paths = [*(ROOT / "hf_triton").rglob("*.py"), *(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
+    paths = [*sources(), *(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
     named = {name for path in paths for name in re.findall(r"hf-triton\[([\w,-]+)\]", path.read_text())}
     assert {part for name in named for part in name.split(",")} <= set(EXTRAS)
     assert {"audio", "cpu", "lora", "optimize", "quantized", "server", "tracing"} <= named
 
 
 def test_no_message_sends_to_make() -> None:
-    for path in (ROOT / "hf_triton").rglob("*.py"):
+    for path in sources():
         strings = [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
         assert not [text for text in strings if isinstance(text, str) and re.search(r"run `make", text)], path
 

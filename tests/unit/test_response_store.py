@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from hf_triton_gateway.http.errors import ApiError
 from hf_triton_gateway.agents.response_store import ResponseStore, StoredResponse
+from hf_triton_gateway.http.errors import ApiError
 
 
 class Clock:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from hf_triton.errors import RequestError, clip, read_error_data
-from hf_triton_gateway.http.client_names import ClientNames
 from hf_triton.protocol.options import PARAMETERS
 from hf_triton.sentence import param, plain, remedy, renamed, row, text
+from hf_triton_gateway.http.client_names import ClientNames
 
 ROOMS = ("protocol", "tasks", "engine", "encoder", "grammar", "triton_backend")
 MAKERS = ("RequestError", "ValueError", "rejection", "_refusal", "Problem")
