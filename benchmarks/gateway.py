@@ -39,7 +39,7 @@ from lean_client import LeanClient, LostAnswerError
 from server import build_prompts
 from server import save as save_checkpoint
 
-from hf_triton.cli.gateway import GatewayProcess
+from hf_triton_cli.serving.gateway import GatewayProcess
 from hf_triton.testing import TritonServer
 from hf_triton_gateway.config import GatewayConfig
 from hf_triton_gateway.triton.endpoint import Endpoint

@@ -26,8 +26,8 @@ import onnxruntime
 import torch
 from folders import take_turns
 
-from hf_triton.cli.candidates import Candidate, Measured
-from hf_triton.cli.graph_folder import PLACE
+from hf_triton.folders.candidates import Candidate, Measured
+from hf_triton.folders.graph_folder import PLACE
 
 NUM_RUNS = 20
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.tables import document
-from hf_triton.cli.cards import CARDS
-from hf_triton.cli.gateway_options import ALONE
+from hf_triton.folders.cards import CARDS
+from hf_triton_cli.serving.gateway_options import ALONE
 from hf_triton.errors import CODES
 from hf_triton.hub.gguf_header import MAX_HEADER_BYTES
 from hf_triton.hub.resolve import CACHE_VARIABLES, TOKEN_VARIABLES

@@ -71,7 +71,7 @@ class Replica:
         ]
         self._is_needed = False
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "hf_triton.cli", "serve", args.model, "--exit-on-error", *options],
+            [sys.executable, "-P", "-m", "hf_triton_cli", "serve", args.model, "--exit-on-error", *options],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

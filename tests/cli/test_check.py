@@ -14,10 +14,10 @@ import transformers
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 
-from hf_triton.cli import cli, main
-from hf_triton.cli.folders import folder_defect
-from hf_triton.cli.own_code import own_class
-from hf_triton.cli.tensors import check_tensors
+from hf_triton_cli.commands import cli, main
+from hf_triton.folders.folders import folder_defect
+from hf_triton.folders.own_code import own_class
+from hf_triton.folders.tensors import check_tensors
 from hf_triton.errors import CheckpointError
 from hf_triton.hub.pretrained import load_config, load_model
 from hf_triton.settings import ModelSettings

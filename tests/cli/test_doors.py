@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import hf_triton
-from hf_triton.cli.doors import folders_without_door
+from hf_triton.folders.doors import folders_without_door
 from tests.support.paths import ROOT
 from tests.support.serving import running
 

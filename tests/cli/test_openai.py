@@ -18,9 +18,9 @@ import click
 import pytest
 
 import hf_triton
-from hf_triton.cli import main
-from hf_triton.cli.gateway_options import ALONE, as_arguments, read_config
-from hf_triton.cli.openai import openai
+from hf_triton_cli.commands import main
+from hf_triton_cli.serving.gateway_options import ALONE, as_arguments, read_config
+from hf_triton_cli.serving.openai import openai
 from hf_triton.server import free_ports
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from hf_triton_gateway.config import GatewayConfig
@@ -73,7 +73,7 @@ def wait_for_status(url: str, wanted: int) -> None:
 
 def gateway_pid(serving: Serving) -> int:
     [pid] = [
-        pid for pid in serving.descendants() if b"hf_triton.cli\0openai\0" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        pid for pid in serving.descendants() if b"hf_triton_cli\0openai\0" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
     return pid
 

@@ -17,12 +17,12 @@ import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
-from hf_triton.cli import cli
-from hf_triton.cli.candidates import TEXTS as MIXED
-from hf_triton.cli.candidates import Candidate, Child
-from hf_triton.cli.comparison import Row, agreement, judge
-from hf_triton.cli.graph_folder import GraphWriter
-from hf_triton.cli.optimize import choose, conclusion, written_candidates
+from hf_triton_cli.commands import cli
+from hf_triton.folders.candidates import TEXTS as MIXED
+from hf_triton.folders.candidates import Candidate, Child
+from hf_triton.folders.comparison import Row, agreement, judge
+from hf_triton.folders.graph_folder import GraphWriter
+from hf_triton_cli.optimize import choose, conclusion, written_candidates
 from hf_triton.errors import CheckpointError, LoadError, SettingsError
 from hf_triton.hub.checkpoint import Placement, load_checkpoint
 from hf_triton.hub.resolve import Hub
@@ -291,7 +291,7 @@ def test_a_folder_that_generates_is_refused(tmp_path: Path, make_folder: Callabl
 
 
 def test_missing_packages_are_named(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["hf_triton.cli.optimize"], "PACKAGES", ("onnx", "no_such_package"))
+    monkeypatch.setattr(sys.modules["hf_triton_cli.optimize"], "PACKAGES", ("onnx", "no_such_package"))
     result = run("optimize", folder, "--into", tmp_path / "new")
     assert str(result.exception) == (
         "client_missing: optimize needs no_such_package: `pip install 'hf-triton[optimize]'`"

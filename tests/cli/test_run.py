@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_triton.cli.examples import model_on_demand, ready_text
-from hf_triton.cli.model_folder import write_model_folder
+from hf_triton_cli.serving.examples import model_on_demand, ready_text
+from hf_triton.folders.model_folder import write_model_folder
 from hf_triton.server import TritonServer
 from hf_triton.testing import build_tiny_checkpoint
 from hf_triton_gateway.config import GatewayConfig

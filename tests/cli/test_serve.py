@@ -108,7 +108,7 @@ def test_ctrl_c_while_starting_stops_all_processes(serving: Serving) -> None:
 
 def test_ctrl_c_while_a_process_is_forked_is_not_lost() -> None:
     script = (
-        "import os, signal; from hf_triton.cli import main; "
+        "import os, signal; from hf_triton_cli import main; "
         "os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGINT)); main()"
     )
     command = [sys.executable, "-c", script, "serve", *port_options(free_ports(len(PORTS)))]
@@ -305,7 +305,7 @@ def test_a_built_wheel_serves_from_an_empty_folder(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as file:
         file.extractall(installed)
     empty.mkdir()
-    command = [sys.executable, "-m", "hf_triton.cli"]
+    command = [sys.executable, "-m", "hf_triton_cli"]
     environment = os.environ | {"PYTHONPATH": str(installed)}
     shown = subprocess.run([*command, "--help"], cwd=empty, env=environment, capture_output=True, text=True, check=True)
     assert "serve" in shown.stdout

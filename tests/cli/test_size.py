@@ -12,8 +12,8 @@ import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 
-from hf_triton.cli import cli, main
-from hf_triton.cli.cards import CARDS
+from hf_triton_cli.commands import cli, main
+from hf_triton.folders.cards import CARDS
 from hf_triton.engine.choose import build_engine
 from hf_triton.hub.pretrained import load_config, load_model
 from hf_triton.runner.gpu_memory import weight_bytes

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_triton.cli.staging import publish, staging_folder
+from hf_triton.folders.staging import publish, staging_folder
 from tests.support.commands import COMMAND
 from tests.support.sentence_checkpoints import save_sentence_model
 

@@ -42,7 +42,7 @@ MOUNT_ONE = (
 KILL_GATEWAY = """
 import os, pathlib
 for process in pathlib.Path("/proc").glob("[0-9]*"):
-    if b"hf_triton.cli\\0openai" in (process / "cmdline").read_bytes():
+    if b"hf_triton_cli\\0openai" in (process / "cmdline").read_bytes():
         os.kill(int(process.name), 9)
 """
 

@@ -21,7 +21,7 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from hf_triton.cli import cli
+from hf_triton_cli.commands import cli
 from hf_triton.errors import CODES
 from hf_triton.server import free_ports
 from hf_triton.tasks.metrics import METRICS

@@ -170,7 +170,7 @@ def words(pid: int) -> list[str]:
 
 
 def is_server(pid: int) -> bool:
-    return {"hf_triton.cli", "serve"} <= set(words(pid))
+    return {"hf_triton_cli", "serve"} <= set(words(pid))
 
 
 # --- `serve run` -----------------------------------------------------------------------------------------------------
@@ -329,7 +329,7 @@ def test_a_disconnect_cancels_the_request(cluster: Cluster) -> None:
 def gateway_port(pid: int) -> int:
     command = words(pid)
     ports = [int(word.removeprefix("--port=")) for word in command if word.startswith("--port=")]
-    return ports[0] if {"hf_triton.cli", "openai"} <= set(command) else 0
+    return ports[0] if {"hf_triton_cli", "openai"} <= set(command) else 0
 
 
 def test_a_replica_is_added_while_requests_queue(cluster: Cluster) -> None:

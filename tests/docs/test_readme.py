@@ -14,8 +14,8 @@ from types import ModuleType
 import pytest
 
 from hf_triton import __version__
-from hf_triton.cli.doors import door_repository
-from hf_triton.cli.gateway import GatewayProcess
+from hf_triton.folders.doors import door_repository
+from hf_triton_cli.serving.gateway import GatewayProcess
 from hf_triton.protocol.chat import MAX_MESSAGES, MAX_TOOLS
 from hf_triton.server import free_ports
 from hf_triton.settings import load_settings

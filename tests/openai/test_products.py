@@ -16,7 +16,7 @@ from tests.support.gateway import add_demo, wait_until
 
 HIDES = "import sys\n\nsys.modules.update(dict.fromkeys({names}))\n"
 """Makes modules unimportable, as if they were not installed."""
-GATEWAY = "from hf_triton.command import main\n\nmain()\n"
+GATEWAY = "from hf_triton_cli.command import main\n\nmain()\n"
 MODEL = "from hf_triton import TritonPythonModel as TritonPythonModel\n"
 ALL = {name for names in MODULES.values() for name in names}
 

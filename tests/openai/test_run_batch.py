@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from hf_triton.cli import main
+from hf_triton_cli.commands import main
 from hf_triton.server import free_ports
 from hf_triton.testing import TritonServer
 from hf_triton_gateway.config import GatewayConfig

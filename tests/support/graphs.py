@@ -5,8 +5,8 @@ import os
 from contextlib import closing
 from pathlib import Path
 
-from hf_triton.cli.candidates import Child
-from hf_triton.cli.graph_folder import GraphWriter
+from hf_triton.folders.candidates import Child
+from hf_triton.folders.graph_folder import GraphWriter
 
 
 def write_graph_folder(folder: Path, target: Path) -> Path:

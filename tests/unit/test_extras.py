@@ -17,10 +17,10 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from hf_triton.cli import MODULES as COMMAND_MODULES
-from hf_triton.cli import SECTIONS
-from hf_triton.cli.tables import new_figure
-from hf_triton.command import NEEDS, check_command, main
+from hf_triton_cli.commands import MODULES as COMMAND_MODULES
+from hf_triton_cli.commands import SECTIONS
+from hf_triton_cli.tables import new_figure
+from hf_triton_cli.command import NEEDS, check_command, main
 from hf_triton.errors import HfTritonError
 from hf_triton.extras import MODULES, MissingExtraError
 from hf_triton.hub.gguf_header import check_gguf
@@ -138,10 +138,10 @@ def undeclared(graph: grimp.ImportGraph, roots: Iterable[str], extras: Iterable[
 
 
 def module_of(command: str) -> str:
-    return f"hf_triton.cli.{COMMAND_MODULES.get(command, f'{command}:').partition(':')[0]}"
+    return f"hf_triton_cli.{COMMAND_MODULES.get(command, f'{command}:').partition(':')[0]}"
 
 
-COMMANDS = {"hf_triton.cli", *map(module_of, NEEDS)}
+COMMANDS = {"hf_triton_cli", *map(module_of, NEEDS)}
 
 
 def test_errors_settings_and_protocol_need_no_extra(graph_of_imports: grimp.ImportGraph) -> None:
@@ -151,7 +151,7 @@ def test_errors_settings_and_protocol_need_no_extra(graph_of_imports: grimp.Impo
 
 
 def test_the_gateway_needs_its_extra_alone(graph_of_imports: grimp.ImportGraph) -> None:
-    roots = ("hf_triton_gateway", "hf_triton.cli", "hf_triton.cli.openai")
+    roots = ("hf_triton_gateway", "hf_triton_cli", "hf_triton_cli.serving.openai")
     assert undeclared(graph_of_imports, roots, ["gateway"]) <= SHARED | COMMAND_LINE
     assert installed_with(*PLAIN, *required("gateway")).isdisjoint(declared("model") - {"protobuf", "numpy"})
 

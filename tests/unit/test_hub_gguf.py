@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_triton.cli.model_folder import folder_name, model_settings
+from hf_triton.folders.model_folder import folder_name, model_settings
 from hf_triton.errors import CheckpointError, LoadError
 from hf_triton.hub.gguf import choose_gguf
 from hf_triton.hub.gguf_header import check_gguf

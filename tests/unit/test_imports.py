@@ -10,7 +10,7 @@ LISTS_MODULES = "import sys, {module}; print('\\n'.join(sys.modules))"
 HEAVY = {"torch", "transformers", "accelerate", "safetensors", "triton_python_backend_utils", "tritonclient", "triton"}
 
 
-@pytest.mark.parametrize("module", ["hf_triton", "hf_triton.cli", "hf_triton.testing", "hf_triton.protocol.responses"])
+@pytest.mark.parametrize("module", ["hf_triton", "hf_triton_cli", "hf_triton.testing", "hf_triton.protocol.responses"])
 def test_importing_loads_nothing_heavy(module: str) -> None:
     command = [sys.executable, "-c", LISTS_MODULES.format(module=module)]
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
@@ -18,7 +18,7 @@ def test_importing_loads_nothing_heavy(module: str) -> None:
     assert HEAVY & set(listed) == set()
 
 
-@pytest.mark.parametrize("module", ["hf_triton", "hf_triton.cli"])
+@pytest.mark.parametrize("module", ["hf_triton", "hf_triton_cli"])
 def test_a_command_starts_without_what_others_need(module: str) -> None:
     command = [sys.executable, "-c", LISTS_MODULES.format(module=module)]
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
@@ -26,7 +26,7 @@ def test_a_command_starts_without_what_others_need(module: str) -> None:
 
 
 def test_a_command_for_a_running_server_starts_without_settings_and_metrics() -> None:
-    modules = "hf_triton.cli.listing, hf_triton_gateway.triton.triton_models"
+    modules = "hf_triton_cli.client.listing, hf_triton_gateway.triton.triton_models"
     command = [sys.executable, "-c", LISTS_MODULES.format(module=modules)]
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     assert {"hf_triton.settings", "hf_triton.protocol.parameters", "prometheus_client", "rich"} & set(listed) == set()

@@ -13,9 +13,9 @@ from typing import IO
 import click
 import pytest
 
-from hf_triton.cli.board import Board
-from hf_triton.cli.model_states import ModelStates
-from hf_triton.cli.server_log import Event, ServerLog, parse_line
+from hf_triton_cli.serving.board import Board
+from hf_triton_cli.serving.model_states import ModelStates
+from hf_triton_cli.serving.server_log import Event, ServerLog, parse_line
 from hf_triton.server import describe_log
 
 HEAD = 'I1127 06:35:10.776028 22625 model_lifecycle.cc:777] "{}"'
@@ -114,7 +114,7 @@ def test_a_change_while_serving_is_one_line(
 
 def test_a_large_log_goes_on_in_an_empty_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("hf_triton.cli.server_log.MAX_BYTES", 10)
+    monkeypatch.setattr("hf_triton_cli.serving.server_log.MAX_BYTES", 10)
     log = ServerLog()
     with log.path.open("a") as file:
         for name in ("a", "b"):
@@ -129,7 +129,7 @@ def test_a_removed_log_is_said_once_and_read_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("hf_triton.cli.server_log.MAX_BYTES", 10)
+    monkeypatch.setattr("hf_triton_cli.serving.server_log.MAX_BYTES", 10)
     log = ServerLog()
     with log.path.open("a") as file:
         log.path.unlink()
@@ -144,7 +144,7 @@ def test_a_removed_log_is_said_once_and_read_on(
 
 def test_a_full_disk_loses_the_former_log_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("hf_triton.cli.server_log.MAX_BYTES", 1000)
+    monkeypatch.setattr("hf_triton_cli.serving.server_log.MAX_BYTES", 1000)
     log = ServerLog()
     log.path.write_text("x" * 2000 + "\n")
     former = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -159,7 +159,7 @@ def test_a_full_disk_loses_the_former_log_only(tmp_path: Path, monkeypatch: pyte
 
 def test_a_reader_that_has_ended_ends_no_printing_program() -> None:
     lines = "".join(f"say('{number}' * 70000);" for number in range(3))
-    script = f"import sys; from hf_triton.cli.say import say; {lines} sys.stderr.write('went on')"
+    script = f"import sys; from hf_triton_cli.say import say; {lines} sys.stderr.write('went on')"
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -170,7 +170,7 @@ def test_a_reader_that_has_ended_ends_no_printing_program() -> None:
 
 def test_what_comes_while_a_large_log_is_copied_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("hf_triton.cli.server_log.MAX_BYTES", 10)
+    monkeypatch.setattr("hf_triton_cli.serving.server_log.MAX_BYTES", 10)
     log, copy = ServerLog(), shutil.copyfileobj
 
     def append(name: str) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_triton.cli.typed import as_typed
+from hf_triton_cli.typed import as_typed
 
 
 @pytest.mark.parametrize(("on_path", "shown"), [(True, "`hf-triton load NAME`"), (False, "`{} load NAME`")])

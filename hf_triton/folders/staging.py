@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes a folder aside, and moves it to its place when it is complete: Triton may load what it finds there."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Final
+
+from hf_triton.folders.folders import CONFIG
+
+LAST: Final = (CONFIG, "config.json", "model.py")
+"""Files without which a folder is neither a model folder nor a checkpoint."""
+ELSEWHERE: Final = (errno.EXDEV, errno.EBUSY)
+"""Why a folder cannot be renamed: another disk, or one that is mounted at its new place."""
+
+
+def staging_folder(target: Path) -> tempfile.TemporaryDirectory[str]:
+    """A temporary folder in which to write what `publish` moves to `target`.
+
+    It lies beside the model repository if that is on the same disk and may be written to, else where `TMPDIR` says;
+    not in the repository, because Triton loads hidden folders too.
+
+    Args:
+        target: Its parent is made if there is none.
+
+    Raises:
+        OSError: The parent, or the temporary folder, cannot be written to.
+    """
+    repository = target.absolute().parent
+    try:
+        repository.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(repository)) from None
+    if not os.access(repository, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(repository))
+    beside = repository.parent
+    is_near = beside.stat().st_dev == repository.stat().st_dev and os.access(beside, os.W_OK | os.X_OK)
+    return tempfile.TemporaryDirectory(
+        prefix=".hf_triton_", dir=beside if is_near else None, ignore_cleanup_errors=True
+    )
+
+
+def publish(folder: Path, target: Path) -> None:
+    """Move a complete folder to its place.
+
+    Args:
+        folder: In a `staging_folder`.
+        target: It does not exist, or is an empty folder. On another disk it is copied to, and can be loaded once the
+            copy is complete; what was copied is removed if that fails.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    try:
+        os.rename(folder, target)
+        return
+    except OSError as error:
+        if error.errno not in ELSEWHERE:
+            raise
+    existed = target.exists()
+    try:
+        shutil.copytree(folder, target, ignore=shutil.ignore_patterns(*LAST), dirs_exist_ok=existed)
+        for file in sorted(path for name in LAST for path in folder.rglob(name)):
+            shutil.copyfile(file, target / file.relative_to(folder))
+    except BaseException:
+        for path in target.iterdir() if existed else [target]:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        raise

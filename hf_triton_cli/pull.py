@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`hf-triton pull`: downloads checkpoints into the cache, or into a folder for a machine without network."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import click
+
+from hf_triton.folders.download import fetch, in_typed_words, use_standard_cache
+from hf_triton.folders.model_folder import SET, check_settings, model_settings
+from hf_triton.folders.staging import publish, staging_folder
+from hf_triton_cli.tables import size_words
+from hf_triton.errors import HubError
+from hf_triton.hub.gguf import SUFFIX, find_gguf
+
+
+@click.command(epilog="Example: hf-triton pull Qwen/Qwen3-0.6B --into-folder qwen3-checkpoint")
+@click.argument("models", nargs=-1, required=True, metavar="MODEL...")
+@click.option(
+    "--into-folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Copy the checkpoint there, as plain files; huggingface_model may be this path.",
+)
+@SET
+def pull(models: Sequence[str], into_folder: Path | None, settings: Mapping[str, str]) -> None:
+    """Download MODEL, a Hub name with :QUANTISATION and @REVISION or without, unless the cache has it."""
+    if into_folder is not None and (len(models) > 1 or (into_folder.exists() and any(into_folder.iterdir()))):
+        raise click.UsageError("--into-folder takes one model and a folder that is empty or does not exist")
+    use_standard_cache()
+    for model in models:
+        loaded = check_settings(model_settings(model, settings)).settings
+        try:
+            folder = fetch(Path.cwd(), loaded)
+        except HubError as error:
+            raise in_typed_words(error) from None
+        gguf = find_gguf(folder, loaded.gguf_file)
+        if into_folder is not None:
+            folder = _copy(folder, into_folder, gguf)
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and _is_part(path, gguf))
+        click.echo(f"{model}: {folder} ({size_words(size)})")
+
+
+def _is_part(file: Path, gguf: str | None) -> bool:
+    """Whether a file of a snapshot belongs to the checkpoint; other GGUF files do not."""
+    return gguf is None or file.suffix != SUFFIX or file.name == Path(gguf).name
+
+
+def _copy(snapshot: Path, folder: Path, gguf: str | None) -> Path:
+    """Copy a snapshot's files; its links point into the cache."""
+
+    def others(parent: str, names: list[str]) -> list[str]:
+        return [name for name in names if not _is_part(Path(parent, name), gguf)]
+
+    try:
+        with staging_folder(folder) as staging:
+            copied = shutil.copytree(snapshot, Path(staging) / "checkpoint", ignore=others)
+            publish(copied, folder)
+    except (OSError, shutil.Error) as error:
+        raise HubError("disk_full", f"the checkpoint cannot be copied to {folder}: {error}") from None
+    return folder
