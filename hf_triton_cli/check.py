@@ -13,8 +13,8 @@ from typing import Final
 
 import click
 
-from hf_triton_cli.exit_codes import UNSERVABLE
 from hf_triton.folders.folders import is_checkpoint, is_model_folder, model_folders
+from hf_triton_cli.exit_codes import UNSERVABLE
 from hf_triton_cli.tables import show_table
 
 NOISY: Final = ("torchao", "torch.utils._pytree")

@@ -11,11 +11,11 @@ from typing import Final
 import click
 
 from hf_triton import __version__
+from hf_triton.errors import HfTritonError
 from hf_triton_cli.exit_codes import EXIT_CODES, FAILED, INTERRUPTED
 from hf_triton_cli.lazy import LazyGroup
 from hf_triton_cli.tables import printable
 from hf_triton_cli.typed import as_typed
-from hf_triton.errors import HfTritonError
 
 SECTIONS: Final[Mapping[str, Mapping[str, str]]] = {
     "Serve": {
@@ -45,10 +45,12 @@ SECTIONS: Final[Mapping[str, Mapping[str, str]]] = {
 }
 """The help's lines, by section and command."""
 MODULES: Final = {
-    "list": "listing:list_models",
-    "load": "models:load",
-    "unload": "models:unload",
-    "run-batch": "run_batch:run_batch",
+    **{name: f"serving.{name}:{name}" for name in ("run", "serve", "openai")},
+    **{name: f"client.{name}:{name}" for name in ("status", "generate", "chat", "bench")},
+    "list": "client.listing:list_models",
+    "load": "client.models:load",
+    "unload": "client.models:unload",
+    "run-batch": "client.run_batch:run_batch",
 }
 EPILOG: Final = """\b
 Examples:

@@ -11,10 +11,10 @@ from typing import Any, Final
 
 import click
 
+from hf_triton.errors import SettingsError
 from hf_triton.folders.folders import folder_defect, load_folder_settings, parse_config
 from hf_triton.folders.own_code import own_class
 from hf_triton.folders.staging import publish, staging_folder
-from hf_triton.errors import SettingsError
 from hf_triton.hub.spec import CheckpointSpec
 from hf_triton.settings import ModelSettings
 from hf_triton.tasks.hooks import HOOKS, Hooks

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import click
 
+from hf_triton.errors import clip
 from hf_triton.folders.doors import DOOR_FOLDER
 from hf_triton.folders.model_folder import SET, TASK, is_missing, model_settings, with_task, write_model_folder
 from hf_triton.folders.staging import publish, staging_folder
-from hf_triton.errors import clip
 from hf_triton.server import is_shell_safe
 from hf_triton.settings import DEFAULT_MODELS, default_model
 from hf_triton.stream_door.model import SUFFIX

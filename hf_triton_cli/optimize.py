@@ -21,18 +21,18 @@ from typing import Any, Final
 
 import click
 
+from hf_triton.errors import ServerError, SettingsError
 from hf_triton.folders.candidates import TEXTS, Candidate, Case, Child, Measured
 from hf_triton.folders.comparison import MIN_GAIN, Row, judge, measure, noisiest, summary_rows, timing_rows
 from hf_triton.folders.download import fetch, use_standard_cache
 from hf_triton.folders.findings import device_of
 from hf_triton.folders.folders import folder_defect, load_folder_settings, parse_config
 from hf_triton.folders.graph_folder import GraphWriter
-from hf_triton_cli.numbers import NUMBERS, SeveralNumbers
 from hf_triton.folders.own_code import own_class
 from hf_triton.folders.staging import publish, staging_folder
-from hf_triton_cli.tables import new_figure, show_table
-from hf_triton.errors import ServerError, SettingsError
 from hf_triton.settings import ModelSettings
+from hf_triton_cli.numbers import NUMBERS, SeveralNumbers
+from hf_triton_cli.tables import new_figure, show_table
 
 PACKAGES: Final = ("onnx", "onnxscript", "onnxruntime")
 VERSIONS: Final = ("hf-triton", "torch", "transformers", *PACKAGES, "onnxruntime-gpu", "openvino")

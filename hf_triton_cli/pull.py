@@ -9,12 +9,12 @@ from pathlib import Path
 
 import click
 
+from hf_triton.errors import HubError
 from hf_triton.folders.download import fetch, in_typed_words, use_standard_cache
 from hf_triton.folders.model_folder import SET, check_settings, model_settings
 from hf_triton.folders.staging import publish, staging_folder
-from hf_triton_cli.tables import size_words
-from hf_triton.errors import HubError
 from hf_triton.hub.gguf import SUFFIX, find_gguf
+from hf_triton_cli.tables import size_words
 
 
 @click.command(epilog="Example: hf-triton pull Qwen/Qwen3-0.6B --into-folder qwen3-checkpoint")

@@ -7,10 +7,10 @@ import textwrap
 
 import click
 
-from hf_triton_cli.tables import show_table
 from hf_triton.errors import SettingsError, clip
 from hf_triton.protocol.validation import allowed, default_words, suggest
 from hf_triton.settings import SETTING_NAMES, ModelSettings
+from hf_triton_cli.tables import show_table
 
 
 @click.command(epilog="Example: hf-triton settings max_num_seqs")

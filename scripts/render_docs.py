@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.tables import document
-from hf_triton.folders.cards import CARDS
-from hf_triton_cli.serving.gateway_options import ALONE
 from hf_triton.errors import CODES
+from hf_triton.folders.cards import CARDS
 from hf_triton.hub.gguf_header import MAX_HEADER_BYTES
 from hf_triton.hub.resolve import CACHE_VARIABLES, TOKEN_VARIABLES
 from hf_triton.protocol.chat import MAX_MESSAGES, MAX_TOOLS, ChatOptions
@@ -30,6 +29,7 @@ from hf_triton.tasks.metrics import METRICS
 from hf_triton.tasks.registry import DECLARED_TASKS, ENCODER_TASKS, task_class
 from hf_triton.tasks.text_generation.response_parser import MAX_SEARCH_S
 from hf_triton.tasks.text_generation.response_template import shipped_markers
+from hf_triton_cli.serving.gateway_options import ALONE
 from hf_triton_gateway.chat.chat import ChatRequest
 from hf_triton_gateway.chat.completions import CompletionRequest
 from hf_triton_gateway.chat.fields import IGNORED

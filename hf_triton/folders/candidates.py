@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from hf_triton.errors import HfTritonError, ServerError
 from hf_triton.folders.folders import load_folder_settings, parse_config
 from hf_triton.folders.own_code import own_class
-from hf_triton.errors import HfTritonError, ServerError
 from hf_triton.server import describe_status
 
 if TYPE_CHECKING:

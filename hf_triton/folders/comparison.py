@@ -12,9 +12,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from hf_triton.errors import ServerError
 from hf_triton.folders.candidates import TEXTS, Candidate, Case, Child
 from hf_triton_cli.tables import rounded
-from hf_triton.errors import ServerError
 
 MIN_GAIN: Final = 1.1
 MIN_COSINE: Final = 0.97

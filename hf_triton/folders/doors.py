@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import hf_triton
+from hf_triton.errors import HfTritonError, SettingsError
+from hf_triton.files import read_json, read_text
 from hf_triton.folders.folders import (
     as_json,
     load_folder_settings,
@@ -21,8 +23,6 @@ from hf_triton.folders.folders import (
     parse_config,
     parse_message,
 )
-from hf_triton.errors import HfTritonError, SettingsError
-from hf_triton.files import read_json, read_text
 from hf_triton.hub.gguf import find_gguf
 from hf_triton.hub.gguf_header import CHAT_TEMPLATE, check_gguf
 from hf_triton.hub.resolve import Hub

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from rich.filesize import decimal
 
+from hf_triton.engine.decoding import decoding_error
+from hf_triton.errors import HfTritonError, HubError, SettingsError
 from hf_triton.folders.ensembles import misfits
 from hf_triton.folders.folders import (
     CONFIG,
@@ -27,8 +29,6 @@ from hf_triton.folders.model_folder import TASKS
 from hf_triton.folders.own_code import own_class
 from hf_triton.folders.sizes import build_without_weights, dtype_name, loaded_bytes, read_dtype
 from hf_triton.folders.tensors import check_tensors
-from hf_triton.engine.decoding import decoding_error
-from hf_triton.errors import HfTritonError, HubError, SettingsError
 from hf_triton.hub.failures import FOLDER_HINT, explain_download
 from hf_triton.hub.kind import find_task
 from hf_triton.hub.pretrained import gguf_of, is_quantized

@@ -12,13 +12,13 @@ from typing import Any
 
 import click
 
+from hf_triton.errors import HubError, SettingsError
 from hf_triton.folders.download import in_typed_words, use_standard_cache
 from hf_triton.folders.folders import folder_defect, is_checkpoint, is_model_folder, load_folder_settings, parse_config
 from hf_triton.folders.model_folder import check_settings, model_settings
 from hf_triton.folders.own_code import own_class
 from hf_triton.folders.repositories import DEMO_NAME, demo_repository
 from hf_triton.folders.sizes import read_dtype
-from hf_triton.errors import HubError, SettingsError
 from hf_triton.hub.kind import find_task, find_way
 from hf_triton.hub.pretrained import check_known, gguf_of, load_config, model_class
 from hf_triton.hub.process import DownloadLimits, download

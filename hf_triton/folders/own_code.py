@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hf_triton.folders.folders import model_file, newest_version
 from hf_triton.errors import SettingsError
+from hf_triton.folders.folders import model_file, newest_version
 
 
 def own_class(folder: Path) -> Any:

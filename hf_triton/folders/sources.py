@@ -10,11 +10,11 @@ from pathlib import Path
 
 import click
 
+from hf_triton.errors import HfTritonError, HubError, SettingsError, clip
 from hf_triton.folders.download import fetch, in_typed_words, use_standard_cache
 from hf_triton.folders.folders import is_checkpoint, is_model_folder, load_folder_settings, model_folders, parse_config
 from hf_triton.folders.model_folder import check_settings, folder_name, is_missing, model_settings, write_model_folder
 from hf_triton.folders.repositories import DEMO_NAME, demo_repository
-from hf_triton.errors import HfTritonError, HubError, SettingsError, clip
 from hf_triton.scratch import ScratchFolder
 from hf_triton.settings import ModelSettings
 

@@ -12,8 +12,8 @@ from typing import Any, Final, Self
 
 import httpx
 
-from hf_triton_cli.client.batch_file import BatchRequest
 from hf_triton.errors import ServerError
+from hf_triton_cli.client.batch_file import BatchRequest
 
 BUSY: Final = (429, 502, 503)
 """Statuses of a gateway, or of a proxy in front of it, that may answer later."""

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import click
 
-from hf_triton_cli.serving.gateway_options import ALONE, gateway_options, read_config
 from hf_triton.errors import HfTritonError, ServerError, clip
 from hf_triton.protocol.load_reasons import first_sentence
 from hf_triton.protocol.names import SERVER_VARIABLE
+from hf_triton_cli.serving.gateway_options import ALONE, gateway_options, read_config
 from hf_triton_gateway.config import GatewayConfig, TritonAddress
 from hf_triton_gateway.triton.endpoint import Endpoint
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hf_triton.protocol.load_reasons import first_sentence
 from hf_triton_cli.client.client import Triton, triton_options
 from hf_triton_cli.tables import show_table, size_words
-from hf_triton.protocol.load_reasons import first_sentence
 
 if TYPE_CHECKING:
     from hf_triton_gateway.triton.triton_messages import Folder

@@ -11,10 +11,10 @@ from typing import Final
 
 import click
 
-from hf_triton_cli.client.client import READY, Triton, complete_models, triton_options, unknown_model
 from hf_triton.errors import HfTritonError, ServerError
 from hf_triton.protocol.load_reasons import first_sentence
 from hf_triton.stream_door.model import SUFFIX
+from hf_triton_cli.client.client import READY, Triton, complete_models, triton_options, unknown_model
 from hf_triton_gateway.triton.triton_words import says
 
 POLL_S: Final = 0.2

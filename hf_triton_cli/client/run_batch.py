@@ -20,12 +20,12 @@ from typing import Any, BinaryIO, Final
 
 import click
 
+from hf_triton.errors import HfTritonError, clip
+from hf_triton.folders.model_folder import SET
 from hf_triton_cli.client.batch_file import count_requests, count_results, has_failed, read_requests
 from hf_triton_cli.client.chat import exit_at_sigterm
 from hf_triton_cli.exit_codes import FAILED, INTERRUPTED
-from hf_triton.folders.model_folder import SET
 from hf_triton_cli.say import say
-from hf_triton.errors import HfTritonError, clip
 
 KEY: Final = "OPENAI_API_KEY"
 DEFAULT_URL: Final = "http://localhost:9000"
@@ -200,9 +200,9 @@ def _gateway(url: str | None, model: str | None, settings: Mapping[str, str]) ->
     if model is None:
         yield url or DEFAULT_URL, None
         return
+    from hf_triton.server import free_ports
     from hf_triton_cli.serving.gateway import GatewayProcess
     from hf_triton_cli.serving.run import serving
-    from hf_triton.server import free_ports
     from hf_triton_gateway.config import GatewayConfig
 
     with serving(model, settings) as (name, server), contextlib.ExitStack() as stack:

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import click
 
+from hf_triton.server import open_local
 from hf_triton_cli.client.client import (
     CALL_TIMEOUT_S,
     READY,
@@ -21,7 +22,6 @@ from hf_triton_cli.client.client import (
 )
 from hf_triton_cli.client.listing import describe_models
 from hf_triton_cli.tables import show_table, size_words
-from hf_triton.server import open_local
 
 PREFIX: Final = "hf_triton_"
 RUNNING: Final = "rows_running"

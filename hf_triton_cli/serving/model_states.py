@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 
-from hf_triton_cli.serving.board import Board
 from hf_triton.folders.folders import with_remedy
+from hf_triton_cli.serving.board import Board
 from hf_triton_cli.serving.server_log import Event, ServerLog
 
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from hf_triton_cli.say import say
 from hf_triton.protocol.load_reasons import first_sentence
+from hf_triton_cli.say import say
 
 MAX_BYTES: Final = 100_000_000
 State = Literal["loading", "told", "ready", "failed", "unloaded", "stopping"]

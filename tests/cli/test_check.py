@@ -14,14 +14,14 @@ import transformers
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 
-from hf_triton_cli.commands import cli, main
+from hf_triton.errors import CheckpointError
 from hf_triton.folders.folders import folder_defect
 from hf_triton.folders.own_code import own_class
 from hf_triton.folders.tensors import check_tensors
-from hf_triton.errors import CheckpointError
 from hf_triton.hub.pretrained import load_config, load_model
 from hf_triton.settings import ModelSettings
 from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
+from hf_triton_cli.commands import cli, main
 from tests.support.adapters import save_adapter
 from tests.support.architectures import BATCH, CONTINUOUS, WHOLE, load, some_in_make_test
 from tests.support.commands import hf_triton

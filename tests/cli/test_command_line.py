@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from hf_triton_cli.commands import SECTIONS, cli, main
-from hf_triton_cli.serving.board import Board
-from hf_triton_cli.client.client import unknown_model
-from hf_triton_cli.lazy import HINTS
-from hf_triton_cli.client.markdown import markdown_stream, split_blocks
-from hf_triton_cli.client.status import read_metrics, triton_release
-from hf_triton_cli.tables import printable, show_table
 from hf_triton.errors import HfTritonError
 from hf_triton.settings import ModelSettings
+from hf_triton_cli.client.client import unknown_model
+from hf_triton_cli.client.markdown import markdown_stream, split_blocks
+from hf_triton_cli.client.status import read_metrics, triton_release
+from hf_triton_cli.commands import SECTIONS, cli, main
+from hf_triton_cli.lazy import HINTS
+from hf_triton_cli.serving.board import Board
+from hf_triton_cli.tables import printable, show_table
 from tests.support.paths import ROOT
 
 NAMES = [name for section in SECTIONS.values() for name in section]

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from hf_triton.server import TritonServer
 from hf_triton_cli.commands import cli
 from hf_triton_cli.serving.examples import model_on_demand, ready_text
-from hf_triton.server import TritonServer
 from hf_triton_gateway.config import GatewayConfig
 from tests.support.images import save_image_checkpoint
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_triton.folders.model_folder import model_settings
 from hf_triton.errors import HubError
+from hf_triton.folders.model_folder import model_settings
 from hf_triton.settings import DEFAULT_MODELS
 from hf_triton.testing import LoopbackHub, TritonServer, build_tiny_checkpoint
 from tests.support.client import generate

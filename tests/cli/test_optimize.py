@@ -17,18 +17,18 @@ import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
-from hf_triton_cli.commands import cli
+from hf_triton.errors import CheckpointError, LoadError, SettingsError
 from hf_triton.folders.candidates import TEXTS as MIXED
 from hf_triton.folders.candidates import Candidate, Child
 from hf_triton.folders.comparison import Row, agreement, judge
 from hf_triton.folders.graph_folder import GraphWriter
-from hf_triton_cli.optimize import choose, conclusion, written_candidates
-from hf_triton.errors import CheckpointError, LoadError, SettingsError
 from hf_triton.hub.checkpoint import Placement, load_checkpoint
 from hf_triton.hub.resolve import Hub
 from hf_triton.runner.graph import PACKAGES, GraphError, OnnxSession, gpu_providers
 from hf_triton.settings import ModelSettings
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
+from hf_triton_cli.commands import cli
+from hf_triton_cli.optimize import choose, conclusion, written_candidates
 from tests.support.client import post
 from tests.support.commands import hf_triton as run_command
 from tests.support.graphs import write_graph_folder

@@ -12,13 +12,13 @@ import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 
-from hf_triton_cli.commands import cli, main
-from hf_triton.folders.cards import CARDS
 from hf_triton.engine.choose import build_engine
+from hf_triton.folders.cards import CARDS
 from hf_triton.hub.pretrained import load_config, load_model
 from hf_triton.runner.gpu_memory import weight_bytes
 from hf_triton.settings import ModelSettings
 from hf_triton.testing import LoopbackHub, build_tiny_checkpoint, build_tiny_encoder
+from hf_triton_cli.commands import cli, main
 from tests.support.gguf import write_gguf
 from tests.support.paths import ROOT
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from hf_triton.folders.folders import load_folder_settings, parse_config
 from hf_triton.errors import CheckpointError
+from hf_triton.folders.folders import load_folder_settings, parse_config
 from hf_triton.model import start_text_generation
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.settings import ModelSettings

@@ -12,9 +12,9 @@ from torch.utils import _pytree
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Cache
 
+from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.folders.capacity import Room, Speed
 from hf_triton.folders.cards import CARDS
-from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.hub.pretrained import auto_class_of
 from hf_triton.runner.budget import FreeMemory
 from hf_triton.runner.gpu_memory import GpuPart, LoadMemory, weight_bytes

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hf_triton.folders.tensors import check_tensors
 from hf_triton.errors import CheckpointError
+from hf_triton.folders.tensors import check_tensors
 from hf_triton.hub.checkpoint import Checkpoint, Placement, load_checkpoint
 from hf_triton.hub.pretrained import load_config
 from hf_triton.hub.resolve import Hub

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from hf_triton_cli.commands import main
 from hf_triton.server import free_ports
 from hf_triton.testing import TritonServer
+from hf_triton_cli.commands import main
 from hf_triton_gateway.config import GatewayConfig
 from tests.support.commands import hf_triton
 from tests.support.gateway import GatewayThread

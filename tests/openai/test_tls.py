@@ -18,10 +18,10 @@ import pytest
 from click.testing import CliRunner
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from hf_triton_cli.commands import cli
-from hf_triton_cli.client.client import Triton
 from hf_triton.errors import ServerError, SettingsError
 from hf_triton.server import ADMIN_HEADER, TritonServer, free_ports
+from hf_triton_cli.client.client import Triton
+from hf_triton_cli.commands import cli
 from hf_triton_gateway.app import build_app
 from hf_triton_gateway.config import GatewayConfig, TritonAddress
 from hf_triton_gateway.http.tls import ServerCertificate

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("hf_triton", "hf_triton_gateway")
+PACKAGES = ("hf_triton", "hf_triton_gateway", "hf_triton_cli")
 
 
 def sources() -> list[Path]:

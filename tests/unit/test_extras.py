@@ -17,10 +17,6 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from hf_triton_cli.commands import MODULES as COMMAND_MODULES
-from hf_triton_cli.commands import SECTIONS
-from hf_triton_cli.tables import new_figure
-from hf_triton_cli.command import NEEDS, check_command, main
 from hf_triton.errors import HfTritonError
 from hf_triton.extras import MODULES, MissingExtraError
 from hf_triton.hub.gguf_header import check_gguf
@@ -34,6 +30,10 @@ from hf_triton.runner.cpu.availability import runs_numba
 from hf_triton.server import find_tritonserver
 from hf_triton.settings import ModelSettings
 from hf_triton.tasks.audio import import_soundfile
+from hf_triton_cli.command import NEEDS, check_command, main
+from hf_triton_cli.commands import MODULES as COMMAND_MODULES
+from hf_triton_cli.commands import SECTIONS
+from hf_triton_cli.tables import new_figure
 from tests.support.paths import PACKAGES, ROOT, sources
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -13,10 +13,10 @@ from typing import IO
 import click
 import pytest
 
+from hf_triton.server import describe_log
 from hf_triton_cli.serving.board import Board
 from hf_triton_cli.serving.model_states import ModelStates
 from hf_triton_cli.serving.server_log import Event, ServerLog, parse_line
-from hf_triton.server import describe_log
 
 HEAD = 'I1127 06:35:10.776028 22625 model_lifecycle.cc:777] "{}"'
 FAILED = (
