@@ -11,11 +11,12 @@ import click
 
 from hf_triton.errors import clip
 from hf_triton.folders.doors import DOOR_FOLDER
-from hf_triton.folders.model_folder import SET, TASK, is_missing, model_settings, with_task, write_model_folder
+from hf_triton.folders.model_folder import is_missing, model_settings, with_task, write_model_folder
 from hf_triton.folders.staging import publish, staging_folder
 from hf_triton.server import is_shell_safe
 from hf_triton.settings import DEFAULT_MODELS, default_model
 from hf_triton.stream_door.model import SUFFIX
+from hf_triton_cli.options import SET, TASK
 
 
 @click.command(epilog="Example: hf-triton new qwen3 --model Qwen/Qwen3-0.6B --into model_repository")

@@ -32,6 +32,7 @@ from hf_triton.folders.own_code import own_class
 from hf_triton.folders.staging import publish, staging_folder
 from hf_triton.settings import ModelSettings
 from hf_triton_cli.numbers import NUMBERS, SeveralNumbers
+from hf_triton_cli.progress import show_download
 from hf_triton_cli.tables import new_figure, show_table
 
 PACKAGES: Final = ("onnx", "onnxscript", "onnxruntime")
@@ -180,7 +181,7 @@ def _check_folder(folder: Path) -> None:
     if own.load is not Hooks.load:
         raise click.UsageError("the hook load of 1/model.py changes the model, which a graph would not have")
     use_standard_cache()
-    fetch(folder, settings)
+    fetch(folder, settings, show_download)
     task = folder_task(own.task_class, settings, folder)
     if task is None or task.auto_class in ("AutoModelForCausalLM", SPEECH):
         raise click.UsageError(f"{folder.name} generates text, and optimize is for encoders: serve it as it is")

@@ -11,9 +11,11 @@ import click
 
 from hf_triton.errors import HubError
 from hf_triton.folders.download import fetch, in_typed_words, use_standard_cache
-from hf_triton.folders.model_folder import SET, check_settings, model_settings
+from hf_triton.folders.model_folder import check_settings, model_settings
 from hf_triton.folders.staging import publish, staging_folder
 from hf_triton.hub.gguf import SUFFIX, find_gguf
+from hf_triton_cli.options import SET
+from hf_triton_cli.progress import show_download
 from hf_triton_cli.tables import size_words
 
 
@@ -33,7 +35,7 @@ def pull(models: Sequence[str], into_folder: Path | None, settings: Mapping[str,
     for model in models:
         loaded = check_settings(model_settings(model, settings)).settings
         try:
-            folder = fetch(Path.cwd(), loaded)
+            folder = fetch(Path.cwd(), loaded, show_download)
         except HubError as error:
             raise in_typed_words(error) from None
         gguf = find_gguf(folder, loaded.gguf_file)

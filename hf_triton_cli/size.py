@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from hf_triton.folders.cards import CARDS, CPU, CardName
-from hf_triton.folders.model_folder import SET
 from hf_triton_cli.check import NOISY
+from hf_triton_cli.options import SET
 from hf_triton_cli.tables import show_table
 
 if TYPE_CHECKING:

@@ -14,7 +14,6 @@ import numpy.typing as npt
 
 from hf_triton.errors import ServerError
 from hf_triton.folders.candidates import TEXTS, Candidate, Case, Child
-from hf_triton_cli.tables import rounded
 
 MIN_GAIN: Final = 1.1
 MIN_COSINE: Final = 0.97
@@ -199,11 +198,11 @@ def summary_rows(rows: Sequence[Row], base: Row, num_texts: int) -> list[dict[st
         {
             "candidate": row.name,
             "texts/s, mixed": _per_second(row, num_texts),
-            "load s": rounded(row.facts.get("load_s"), 2),
-            "MB": rounded(row.facts.get("num_bytes", 0) / 1e6, 1) or None,
-            "largest difference": rounded(row.facts.get("difference"), 9),
-            "lowest cosine": rounded(row.facts.get("cosine"), 6),
-            "agreement": rounded(row.facts.get("agreement"), 3),
+            "load s": _rounded(row.facts.get("load_s"), 2),
+            "MB": _rounded(row.facts.get("num_bytes", 0) / 1e6, 1) or None,
+            "largest difference": _rounded(row.facts.get("difference"), 9),
+            "lowest cosine": _rounded(row.facts.get("cosine"), 6),
+            "agreement": _rounded(row.facts.get("agreement"), 3),
             "times pytorch": round(row.total_gain(base), 2) if row.is_complete(base) else None,
             "verdict": f"refused: {row.refusal}" if row.refusal else "kept",
         }
@@ -214,3 +213,7 @@ def summary_rows(rows: Sequence[Row], base: Row, num_texts: int) -> list[dict[st
 def _per_second(row: Row, num_texts: int) -> float | None:
     rounds = row.rounds.get(TEXTS)
     return round(num_texts / statistics.median(time_s for each in rounds for time_s in each), 1) if rounds else None
+
+
+def _rounded(figure: float | None, digits: int) -> float | None:
+    return None if figure is None else round(figure, digits)

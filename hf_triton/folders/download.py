@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Downloads checkpoints before a server starts: with progress, and with errors that come at once."""
+"""Downloads checkpoints before a server starts, with errors that come at once."""
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import os
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
-
-import click
 
 from hf_triton.errors import HubError
 from hf_triton.hub.process import download
@@ -20,6 +16,8 @@ from hf_triton.hub.resolve import Hub
 from hf_triton.settings import ModelSettings
 
 Event = Mapping[str, Any]
+Progress = Callable[[str], AbstractContextManager[Callable[[Event], None]]]
+"""Shows the download of a model, by its name: within the context, it takes each event."""
 TYPED: Final[Mapping[str, str]] = {
     "correct huggingface_model": "correct the name",
     "set huggingface_model to": "name",
@@ -33,12 +31,13 @@ def use_standard_cache() -> None:
     os.environ.setdefault("HF_HOME", os.path.expanduser(os.path.join(cache, "huggingface")))
 
 
-def fetch(model_folder: Path, settings: ModelSettings) -> Path:
+def fetch(model_folder: Path, settings: ModelSettings, progress: Progress) -> Path:
     """Find a folder's checkpoint, or download it, as the model would; also its tokenizer if it has one of its own.
 
     Args:
         model_folder: Relative paths start there.
         settings: The folder's.
+        progress: Shows it.
 
     Returns:
         The folder with the model's files.
@@ -47,7 +46,7 @@ def fetch(model_folder: Path, settings: ModelSettings) -> Path:
         HubError: It cannot be found or downloaded.
         CheckpointError: It lacks files.
     """
-    with _progress(settings.huggingface_model) as on_event:
+    with progress(settings.huggingface_model) as on_event:
         hub = Hub(model_folder, settings, os.environ, download=partial(download, on_event=on_event))
         folder = hub.resolve_model()
         hub.resolve_tokenizer()
@@ -60,64 +59,3 @@ def in_typed_words(error: HubError) -> HubError:
     for setting, name in TYPED.items():
         sentence = sentence.replace(setting, name)
     return HubError(error.code, sentence)
-
-
-@contextlib.contextmanager
-def _progress(name: str) -> Iterator[Callable[[Event], None]]:
-    """Show a download: a bar on a terminal, otherwise the library's own log lines."""
-    if not sys.stderr.isatty():
-        with _log_lines():
-            yield lambda event: None
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TaskProgressColumn,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task(f"Downloading {name}", total=None, visible=False)
-
-        def show(event: Event) -> None:
-            if "num_bytes" in event:
-                verb = "Verifying" if event["is_checking"] else "Downloading"
-                total = event["total_bytes"] or None
-                progress.update(
-                    bar, completed=event["num_bytes"], total=total, description=f"{verb} {name}", visible=True
-                )
-
-        yield show
-
-
-@contextlib.contextmanager
-def _log_lines() -> Iterator[None]:
-    """Print what the library logs about a download, one line each."""
-
-    class Lines(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            message = record.getMessage()
-            if ": found in the " not in message:
-                click.echo(message, err=True)
-
-    log, handler = logging.getLogger("hf_triton.hub"), Lines(logging.INFO)
-    level = log.level
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(level)

@@ -6,13 +6,11 @@ from __future__ import annotations
 import os
 import re
 import typing
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Final
 
-import click
-
-from hf_triton.errors import HubError, SettingsError, clip
+from hf_triton.errors import HfTritonError, HubError, SettingsError, clip
 from hf_triton.hub.gguf import SUFFIX
 from hf_triton.protocol.names import TaskName
 from hf_triton.settings import LoadedSettings, ModelSettings, hub_name, load_settings
@@ -72,7 +70,7 @@ def model_settings(model: str, more: Mapping[str, str]) -> dict[str, str]:
     else:
         raise HubError("path_not_found", f"there is no folder {clip(model)}, and it is no name on the Hub (OWNER/NAME)")
     for name in own.keys() & more.keys():
-        raise click.UsageError(f"{name} is given twice, by the model's name and by --set: leave one out")
+        raise HfTritonError("wrong_usage", f"{name} is given twice, by the model's name and by --set: leave one out")
     return own | dict(more)
 
 
@@ -85,12 +83,12 @@ def check_settings(settings: Mapping[str, str]) -> LoadedSettings[ModelSettings]
     """Check a folder's settings.
 
     Raises:
-        click.UsageError: One is unknown or impossible.
+        HfTritonError: One is unknown or impossible.
     """
     try:
         return load_settings(settings, os.environ, ModelSettings, "the command line")
     except SettingsError as error:
-        raise click.UsageError(error.sentence) from None
+        raise HfTritonError("wrong_usage", error.sentence) from None
 
 
 def write_model_folder(folder: Path, settings: Mapping[str, str], *, stream: bool = False) -> None:
@@ -102,7 +100,7 @@ def write_model_folder(folder: Path, settings: Mapping[str, str], *, stream: boo
         stream: Whether it streams itself, and so refuses `/infer`.
 
     Raises:
-        click.UsageError: A setting is unknown or impossible.
+        HfTritonError: A setting is unknown or impossible.
         FileExistsError: The folder exists.
     """
     check_settings(settings)
@@ -121,35 +119,14 @@ def _quoted(text: str) -> str:
     return '"' + "".join(escapes.get(char, char) for char in text) + '"'
 
 
-def read_settings(context: click.Context, option: click.Parameter, values: Sequence[str]) -> dict[str, str]:
-    """The values of a repeatable option KEY=VALUE, by key."""
-    settings: dict[str, str] = {}
-    for given in values:
-        name, equals, text = given.partition("=")
-        if not equals or not name:
-            raise click.BadParameter(f"must be KEY=VALUE, got {clip(given)}")
-        if name in settings:
-            raise click.BadParameter(f"{clip(name)} is given twice: give it once")
-        settings[name] = text
-    return settings
-
-
 def with_task(settings: Mapping[str, str], task: str | None) -> Mapping[str, str]:
     """The settings of a command, and its `--task` among them.
 
     Raises:
-        click.UsageError: The task is given twice.
+        HfTritonError: The task is given twice.
     """
     if task is None:
         return settings
     if "task" in settings:
-        raise click.UsageError("task is given twice, by --task and by --set: leave one out")
+        raise HfTritonError("wrong_usage", "task is given twice, by --task and by --set: leave one out")
     return {**settings, "task": task}
-
-
-SET: Final = click.option(
-    "--set", "settings", multiple=True, metavar="KEY=VALUE", callback=read_settings, help="A setting. Repeatable."
-)
-TASK: Final = click.option(
-    "--task", type=click.Choice(TASKS), help="What the model does. By default what the checkpoint's files say."
-)

@@ -10,9 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import click
-
-from hf_triton.errors import HubError, SettingsError
+from hf_triton.errors import HfTritonError, HubError, SettingsError
 from hf_triton.folders.download import in_typed_words, use_standard_cache
 from hf_triton.folders.folders import folder_defect, is_checkpoint, is_model_folder, load_folder_settings, parse_config
 from hf_triton.folders.model_folder import check_settings, model_settings
@@ -61,7 +59,7 @@ def outlined(model: str, given: Mapping[str, str]) -> Iterator[Outlined]:
         if is_model_folder(path):
             own, settings = _of_model_folder(path.resolve(), given)
         elif path.is_dir() and not is_checkpoint(path) and any(map(is_model_folder, path.iterdir())):
-            raise click.UsageError(f"{model} is a model repository: name one of its folders")
+            raise HfTritonError("wrong_usage", f"{model} is a model repository: name one of its folders")
         else:
             settings = check_settings(model_settings(model, given)).settings
         cache = stack.enter_context(ScratchFolder("size"))

@@ -8,10 +8,8 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-import click
-
 from hf_triton.errors import HfTritonError, HubError, SettingsError, clip
-from hf_triton.folders.download import fetch, in_typed_words, use_standard_cache
+from hf_triton.folders.download import Progress, fetch, in_typed_words, use_standard_cache
 from hf_triton.folders.folders import is_checkpoint, is_model_folder, load_folder_settings, model_folders, parse_config
 from hf_triton.folders.model_folder import check_settings, folder_name, is_missing, model_settings, write_model_folder
 from hf_triton.folders.repositories import DEMO_NAME, demo_repository
@@ -29,17 +27,19 @@ def split_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """What to serve, and tritonserver's flags, which stand behind `--`.
 
     Raises:
-        click.UsageError: A flag is apart from its value.
+        HfTritonError: A flag is apart from its value.
     """
     flags = [word for word in words if word.startswith("-")]
     what = [word for word in words if not word.startswith("-")]
     if flags and list(words[len(what) :]) != flags:
-        raise click.UsageError("behind -- are tritonserver's flags alone: write --flag=value")
+        raise HfTritonError("wrong_usage", "behind -- are tritonserver's flags alone: write --flag=value")
     return what, flags
 
 
 @contextlib.contextmanager
-def model_repository(what: Sequence[str], settings: Mapping[str, str], *, stream: bool) -> Iterator[Path]:
+def model_repository(
+    what: Sequence[str], settings: Mapping[str, str], *, stream: bool, progress: Progress
+) -> Iterator[Path]:
     """A temporary model repository of links to the user's folders and of folders written for checkpoints.
 
     Checkpoints of the Hub are downloaded first.
@@ -48,10 +48,11 @@ def model_repository(what: Sequence[str], settings: Mapping[str, str], *, stream
         what: Hub names, and paths of checkpoints, model folders and model repositories; `demo` is the demo model.
         settings: Of each checkpoint's folder, by name.
         stream: Whether these folders stream themselves.
+        progress: Shows downloads.
 
     Raises:
-        click.UsageError: Settings are given for a model folder, or two folders have one name.
-        HfTritonError: A model does not exist, cannot be downloaded, or has a wrong setting.
+        HfTritonError: Settings are given for a model folder, two folders have one name, or a model does not exist,
+            cannot be downloaded, or has a wrong setting.
     """
     use_standard_cache()
     with ScratchFolder("served") as root, contextlib.ExitStack() as stack:
@@ -68,11 +69,11 @@ def model_repository(what: Sequence[str], settings: Mapping[str, str], *, stream
                 for folder in model_folders(path):
                     _link(folder, Path(root))
             else:
-                _write(word, Path(root), settings, stream=stream)
+                _write(word, Path(root), settings, stream=stream, progress=progress)
         yield Path(root)
 
 
-def fetch_models(folders: Iterable[Path]) -> Mapping[str, str]:
+def fetch_models(folders: Iterable[Path], progress: Progress) -> Mapping[str, str]:
     """Download what folders need that no cache has.
 
     A folder that has settings of its own or wrong ones is left to its process.
@@ -85,7 +86,7 @@ def fetch_models(folders: Iterable[Path]) -> Mapping[str, str]:
         with contextlib.suppress(SettingsError, ImportError):
             settings = load_folder_settings(parse_config(folder), ModelSettings).settings
             try:
-                fetch(folder, settings)
+                fetch(folder, settings, progress)
             except HfTritonError as error:
                 failures[folder.name] = str(error)
     return failures
@@ -93,19 +94,20 @@ def fetch_models(folders: Iterable[Path]) -> Mapping[str, str]:
 
 def _refuse_settings(word: str, settings: Mapping[str, str], *, stream: bool) -> None:
     if settings or stream:
-        raise click.UsageError(
-            f"--set, --task and --stream are for models without a folder: edit the config.pbtxt in {word}"
+        raise HfTritonError(
+            "wrong_usage",
+            f"--set, --task and --stream are for models without a folder: edit the config.pbtxt in {word}",
         )
 
 
 def _link(folder: Path, repository: Path) -> None:
     link = repository / folder.name
     if link.is_symlink() or link.exists():
-        raise click.UsageError(f"two folders are named {folder.name}: rename one")
+        raise HfTritonError("wrong_usage", f"two folders are named {folder.name}: rename one")
     link.symlink_to(folder.resolve())
 
 
-def _write(model: str, repository: Path, settings: Mapping[str, str], *, stream: bool) -> None:
+def _write(model: str, repository: Path, settings: Mapping[str, str], *, stream: bool, progress: Progress) -> None:
     own = model_settings(model, settings)
     if is_missing(own["huggingface_model"]):
         raise HubError("path_not_found", f"there is no folder {clip(model)}")
@@ -113,7 +115,7 @@ def _write(model: str, repository: Path, settings: Mapping[str, str], *, stream:
     loaded = check_settings(own).settings
     write_model_folder(repository / name, own, stream=stream)
     try:
-        fetch(repository / name, loaded)
+        fetch(repository / name, loaded, progress)
     except HubError as error:
         similar = Path(model).parent if Path(model).parent.is_dir() and "/" in model else None
         more = f" (there is no such folder in {similar} either)" if similar else ""

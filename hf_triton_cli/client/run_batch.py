@@ -21,10 +21,10 @@ from typing import Any, BinaryIO, Final
 import click
 
 from hf_triton.errors import HfTritonError, clip
-from hf_triton.folders.model_folder import SET
 from hf_triton_cli.client.batch_file import count_requests, count_results, has_failed, read_requests
 from hf_triton_cli.client.chat import exit_at_sigterm
 from hf_triton_cli.exit_codes import FAILED, INTERRUPTED
+from hf_triton_cli.options import SET
 from hf_triton_cli.say import say
 
 KEY: Final = "OPENAI_API_KEY"

@@ -14,7 +14,6 @@ import click
 from hf_triton.errors import HfTritonError, ServerError
 from hf_triton.folders.doors import door_repository, encoder_declaration, has_chat_template
 from hf_triton.folders.folders import defects, guess_reason, model_folders, with_remedy
-from hf_triton.folders.model_folder import SET
 from hf_triton.folders.repositories import DEMO_NAME, served_repository
 from hf_triton.folders.sources import fetch_models, is_repository, model_repository
 from hf_triton.server import TritonServer
@@ -23,6 +22,8 @@ from hf_triton_cli.client.client import Triton
 from hf_triton_cli.client.generate import Sampling, complete, sampling_options
 from hf_triton_cli.client.models import show_progress
 from hf_triton_cli.client.session import Session
+from hf_triton_cli.options import SET
+from hf_triton_cli.progress import show_download
 from hf_triton_gateway.triton.endpoint import Endpoint
 
 LOAD_TIMEOUT_S = 7200.0
@@ -101,9 +102,11 @@ def serving(
     if model is not None and is_repository(model):
         raise click.UsageError(f"{model} is a model repository: name one of its folders, or use `hf-triton serve`")
     with contextlib.ExitStack() as stack:
-        given = None if model is None else stack.enter_context(model_repository([model], settings, stream=False))
+        served = None if model is None else model_repository([model], settings, stream=False, progress=show_download)
+        given = stack.enter_context(served) if served else None
         name = DEMO_NAME if given is None else model_folders(given)[0].name
-        for defect in ({**defects(given), **fetch_models(model_folders(given))} if given else {}).values():
+        found = {**defects(given), **fetch_models(model_folders(given), show_download)} if given else {}
+        for defect in found.values():
             raise ServerError("server_failed", f"{name} cannot be served: {defect}")
         if given is not None:
             check(given / name)

@@ -20,7 +20,7 @@ from hf_triton.errors import ServerError, SettingsError
 from hf_triton.folders.doors import door_repository, streamed_folder
 from hf_triton.folders.ensembles import misfits
 from hf_triton.folders.folders import defects, ensemble_steps, guess_reason, model_folders, with_remedy
-from hf_triton.folders.model_folder import SET, TASK, with_task
+from hf_triton.folders.model_folder import with_task
 from hf_triton.folders.repositories import served_repository
 from hf_triton.folders.sources import fetch_models, is_repository, model_repository, split_flags
 from hf_triton.server import (
@@ -36,6 +36,8 @@ from hf_triton.server import (
     restricted_protocol_headers,
 )
 from hf_triton.stream_door.model import SUFFIX
+from hf_triton_cli.options import SET, TASK
+from hf_triton_cli.progress import show_download
 from hf_triton_cli.say import say
 from hf_triton_cli.serving.board import Board
 from hf_triton_cli.serving.examples import loaded_model, model_on_demand, ready_text
@@ -164,7 +166,7 @@ def serve(
     with contextlib.ExitStack() as stack:
         given = Path(what[0]) if len(what) == 1 and is_repository(what[0]) and not (settings or stream) else None
         if given is None and what:
-            given = stack.enter_context(model_repository(what, settings, stream=stream))
+            given = stack.enter_context(model_repository(what, settings, stream=stream, progress=show_download))
         excluded = {} if given is None else _find_defects(given, exit_on_error, may_fetch=EXPLICIT not in flags)
         repository = stack.enter_context(served_repository(given, excluded))
         door_folders = stack.enter_context(door_repository(repository, excluded)) if doors else None
@@ -250,7 +252,7 @@ def _find_defects(repository: Path, exit_on_error: bool, *, may_fetch: bool) -> 
         raise click.UsageError(f"there is no model folder in {repository}: copy one in; a checkpoint has a config.json")
     excluded = dict(defects(repository))
     if may_fetch:
-        excluded |= fetch_models([folder for folder in folders if folder.name not in excluded])
+        excluded |= fetch_models([folder for folder in folders if folder.name not in excluded], show_download)
     if len(excluded) == len(folders) or (excluded and exit_on_error):
         _show_failed(Board(), excluded)
         raise ServerError("server_failed", _refusal(len(excluded) == len(folders)))
