@@ -13,9 +13,9 @@ from hf_triton.errors import clip
 from hf_triton.folders.doors import DOOR_FOLDER
 from hf_triton.folders.model_folder import is_missing, model_settings, with_task, write_model_folder
 from hf_triton.folders.staging import publish, staging_folder
+from hf_triton.protocol.names import DOOR_SUFFIX
 from hf_triton.server import is_shell_safe
 from hf_triton.settings import DEFAULT_MODELS, default_model
-from hf_triton.stream_door.model import SUFFIX
 from hf_triton_cli.options import SET, TASK
 
 
@@ -34,7 +34,7 @@ from hf_triton_cli.options import SET, TASK
     help="The model repository, made if it is missing.",
 )
 @click.option("--stream", is_flag=True, help="The folder streams itself; it refuses /infer then.")
-@click.option("--stream-door", is_flag=True, help=f"Add a stream door, NAME{SUFFIX}.")
+@click.option("--stream-door", is_flag=True, help=f"Add a stream door, NAME{DOOR_SUFFIX}.")
 @TASK
 @SET
 def new(
@@ -51,7 +51,7 @@ def new(
         raise click.UsageError("--stream and --stream-door exclude each other: a folder that streams needs no door")
     if not name.isascii() or "/" in name or name.startswith(".") or not is_shell_safe(name):
         raise click.UsageError(f"NAME must have ASCII letters, digits and . _ - only, got {clip(name)}")
-    folders = [into / name, *([into / f"{name}{SUFFIX}"] if stream_door else [])]
+    folders = [into / name, *([into / f"{name}{DOOR_SUFFIX}"] if stream_door else [])]
     for folder in folders:
         if folder.exists():
             raise click.UsageError(f"{folder} exists: choose another name, or remove it")

@@ -6,38 +6,29 @@ from __future__ import annotations
 import json
 import math
 import os
-import platform
 import random
 import signal
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
-from datetime import date
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
+from contextlib import ExitStack, closing
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
 import click
 
-from hf_triton.errors import ServerError, SettingsError
+from hf_triton.errors import ServerError
 from hf_triton.folders.candidates import TEXTS, Candidate, Case, Child, Measured
 from hf_triton.folders.comparison import MIN_GAIN, Row, judge, measure, noisiest, summary_rows, timing_rows
-from hf_triton.folders.download import fetch, use_standard_cache
 from hf_triton.folders.findings import device_of
-from hf_triton.folders.folders import folder_defect, load_folder_settings, parse_config
+from hf_triton.folders.folders import parse_config
 from hf_triton.folders.graph_folder import GraphWriter
-from hf_triton.folders.own_code import own_class
+from hf_triton.folders.optimizable import available_providers, check_folder, machine_of, written_candidates
 from hf_triton.folders.staging import publish, staging_folder
-from hf_triton.settings import ModelSettings
 from hf_triton_cli.numbers import NUMBERS, SeveralNumbers
 from hf_triton_cli.progress import show_download
 from hf_triton_cli.tables import new_figure, show_table
 
-PACKAGES: Final = ("onnx", "onnxscript", "onnxruntime")
-VERSIONS: Final = ("hf-triton", "torch", "transformers", *PACKAGES, "onnxruntime-gpu", "openvino")
-"""Packages whose versions are reported."""
 NUM_SAMPLES: Final = 64
 MAX_TEXTS: Final = 1000
 """Lines of a file that are read."""
@@ -103,9 +94,7 @@ def optimize(
     if int8 and file is None:
         raise click.UsageError("--int8 is judged by your own texts: give --texts FILE")
     texts = _read_texts(file) if file else _sample_texts()
-    _check_folder(folder)
-    from hf_triton.runner.graph import available_providers
-
+    check_folder(folder, show_download)
     on_gpu = device_of(parse_config(folder)).type == "cuda"
     if int8 and on_gpu:
         raise click.UsageError("--int8 is for CPUs: leave it out, or set instance_group to KIND_CPU")
@@ -130,7 +119,7 @@ def optimize(
             publish(best.candidate.folder, target)
         report = {
             "folder": str(folder),
-            "machine": _machine(base),
+            "machine": machine_of(base),
             "tolerance": tolerance,
             "timings": timing_rows(rows, base),
             "candidates": summary_rows(rows, base, len(texts)),
@@ -157,40 +146,6 @@ def _sample_texts() -> list[str]:
     return [" ".join(rng.choices(words, k=length)) for length in lengths]
 
 
-def _check_folder(folder: Path) -> None:
-    """Refuse what cannot be optimized, before anything is loaded.
-
-    Raises:
-        HfTritonError: The folder is wrong, its checkpoint is not to be had, or packages are missing.
-        click.UsageError: It is no encoder's folder.
-    """
-    if missing := [name for name in PACKAGES if find_spec(name) is None]:
-        raise ServerError("client_missing", f"optimize needs {', '.join(missing)}: `pip install 'hf-triton[optimize]'`")
-    if defect := folder_defect(folder):
-        raise SettingsError(f"{folder.name}: {defect}")
-    own = own_class(folder)
-    settings = load_folder_settings(parse_config(folder), own.settings_class).settings
-    if not isinstance(settings, ModelSettings):
-        raise click.UsageError("a stream door has no model: optimize an encoder's folder")
-    if settings.runtime != "torch":
-        raise click.UsageError(f"{folder.name} is an optimized folder: optimize the one that it was made of")
-    from hf_triton.hub.pretrained import READ_IMAGES, SPEECH
-    from hf_triton.tasks.hooks import Hooks
-    from hf_triton.tasks.registry import folder_task
-
-    if own.load is not Hooks.load:
-        raise click.UsageError("the hook load of 1/model.py changes the model, which a graph would not have")
-    use_standard_cache()
-    fetch(folder, settings, show_download)
-    task = folder_task(own.task_class, settings, folder)
-    if task is None or task.auto_class in ("AutoModelForCausalLM", SPEECH):
-        raise click.UsageError(f"{folder.name} generates text, and optimize is for encoders: serve it as it is")
-    if task.auto_class in READ_IMAGES:
-        raise click.UsageError(f"{folder.name} reads images, and optimize is for encoders of texts: serve it as it is")
-    if not settings.has_weights:
-        raise click.UsageError(f"{folder.name} has no model, only its tokenizer: optimize the model's folder")
-
-
 def _work_folder(target: Path) -> tempfile.TemporaryDirectory[str]:
     """A folder outside the model repository."""
     try:
@@ -199,33 +154,6 @@ def _work_folder(target: Path) -> tempfile.TemporaryDirectory[str]:
         raise click.UsageError(
             f"{target.parent} cannot be written to ({error.strerror}): choose another folder with --into"
         ) from None
-
-
-def written_candidates(
-    work: Path, providers: Sequence[str], *, on_gpu: bool, int8: bool
-) -> dict[str, tuple[str, Path, tuple[object, ...]]]:
-    """What is written to be measured on this machine: a method of the writer, the folder, and its other arguments.
-
-    Args:
-        work: Where folders are written.
-        providers: Those of ONNX Runtime.
-        on_gpu: Whether the folder is placed on a GPU.
-        int8: Whether weights of 8 bits are asked for.
-    """
-    if on_gpu:
-        from hf_triton.runner.graph import GPU_PROVIDERS
-
-        found: dict[str, tuple[str, Path, tuple[object, ...]]] = {"pytorch, float16": ("save", work / "float16", ())}
-        for runtime, provider in GPU_PROVIDERS.items():
-            if provider in providers:
-                found[runtime.replace("onnx-", "onnxruntime, ")] = ("write", work / runtime, (runtime,))
-        return found
-    found = {"onnxruntime": ("write", work / "onnx", ("onnx",))}
-    if int8:
-        found["onnxruntime, int8"] = ("quantize", work / "int8", (work / "onnx",))
-    if find_spec("openvino"):
-        found["openvino"] = ("write", work / "openvino", ("openvino",))
-    return found
 
 
 def _start(
@@ -316,22 +244,6 @@ def conclusion(rows: Sequence[Row], best: Row | None, target: Path) -> str:
         f"Wrote {target}: {best.name} is {best.total_gain(base):.2f} times as fast as PyTorch for these lengths and "
         f"batches, and {mixed:.2f} times for a request of mixed lengths{advice}. Serve it: hf-triton serve {target}"
     )
-
-
-def _machine(base: Row) -> dict[str, Any]:
-    from hf_triton.runner.graph import processor
-
-    versions = {}
-    for name in VERSIONS:
-        with suppress(PackageNotFoundError):
-            versions[name] = version(name)
-    return {
-        "processor": processor(),
-        "threads": base.facts["num_threads"],
-        "python": platform.python_version(),
-        "versions": versions,
-        "date": date.today().isoformat(),
-    }
 
 
 def _show(report: Mapping[str, Any], out: Path | None, *, as_json: bool) -> None:

@@ -4,16 +4,15 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import click
 
 from hf_triton.errors import HubError
-from hf_triton.folders.download import fetch, in_typed_words, use_standard_cache
+from hf_triton.folders.download import fetch, in_typed_words, unused_files, use_standard_cache
 from hf_triton.folders.model_folder import check_settings, model_settings
 from hf_triton.folders.staging import publish, staging_folder
-from hf_triton.hub.gguf import SUFFIX, find_gguf
 from hf_triton_cli.options import SET
 from hf_triton_cli.progress import show_download
 from hf_triton_cli.tables import size_words
@@ -38,23 +37,18 @@ def pull(models: Sequence[str], into_folder: Path | None, settings: Mapping[str,
             folder = fetch(Path.cwd(), loaded, show_download)
         except HubError as error:
             raise in_typed_words(error) from None
-        gguf = find_gguf(folder, loaded.gguf_file)
         if into_folder is not None:
-            folder = _copy(folder, into_folder, gguf)
-        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and _is_part(path, gguf))
+            folder = _copy(folder, into_folder, unused_files(folder, loaded))
+        unused = unused_files(folder, loaded)
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and path not in unused)
         click.echo(f"{model}: {folder} ({size_words(size)})")
 
 
-def _is_part(file: Path, gguf: str | None) -> bool:
-    """Whether a file of a snapshot belongs to the checkpoint; other GGUF files do not."""
-    return gguf is None or file.suffix != SUFFIX or file.name == Path(gguf).name
-
-
-def _copy(snapshot: Path, folder: Path, gguf: str | None) -> Path:
+def _copy(snapshot: Path, folder: Path, unused: Collection[Path]) -> Path:
     """Copy a snapshot's files; its links point into the cache."""
 
     def others(parent: str, names: list[str]) -> list[str]:
-        return [name for name in names if not _is_part(Path(parent, name), gguf)]
+        return [name for name in names if Path(parent, name) in unused]
 
     try:
         with staging_folder(folder) as staging:

@@ -70,9 +70,7 @@ def size(
         logging.getLogger(name).setLevel(logging.ERROR)
     from hf_triton.folders.outlined import outlined
     from hf_triton.folders.size_report import Load, SizeReport
-    from hf_triton.hub.pretrained import silence_transformers
 
-    silence_transformers()
     with outlined(model, {**settings, **({"dtype": dtype} if dtype else {})}) as found:
         length = _context(found, context, (prompt or 0) + (output or 0))
         if rate is not None and output is None and found.task is None:
@@ -93,9 +91,7 @@ def _context(found: Outlined, wanted: int | None, request: int) -> int:
     Raises:
         click.UsageError: They are more than the model's context, or fewer than a request's.
     """
-    from hf_triton.hub.checkpoint import context_length
-
-    most = context_length(found.config, found.settings.max_context_length)
+    most = found.context_length
     if wanted is not None and wanted > most:
         raise click.UsageError(f"--context must be <= {most}, the model's own context, got {wanted}")
     length = wanted or most

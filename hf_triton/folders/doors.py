@@ -26,11 +26,10 @@ from hf_triton.folders.folders import (
 from hf_triton.hub.gguf import find_gguf
 from hf_triton.hub.gguf_header import CHAT_TEMPLATE, check_gguf
 from hf_triton.hub.resolve import Hub
-from hf_triton.protocol.names import MODEL_SETTINGS
+from hf_triton.protocol.names import DOOR_SUFFIX, MODEL_SETTINGS
 from hf_triton.protocol.task_declaration import TaskDeclaration
 from hf_triton.scratch import ScratchFolder
 from hf_triton.settings import ModelSettings
-from hf_triton.stream_door.model import SUFFIX
 from hf_triton.tasks.registry import folder_task
 
 DOOR_FOLDER: Final = Path(hf_triton.__file__).parent / "stream_door" / "folder"
@@ -54,7 +53,7 @@ def door_repository(repository: Path, taken: Collection[str]) -> Iterator[Path]:
         A folder that may be empty.
     """
     with ScratchFolder("doors") as root:
-        doors = {f"{name}{SUFFIX}" for name in folders_without_door(repository)}
+        doors = {f"{name}{DOOR_SUFFIX}" for name in folders_without_door(repository)}
         for door in doors.difference(taken):
             shutil.copytree(DOOR_FOLDER, Path(root) / door, ignore=shutil.ignore_patterns("__pycache__"))
         yield Path(root)
@@ -71,7 +70,7 @@ def folders_without_door(repository: Path) -> list[str]:
     return [
         folder.name
         for folder, config in configs.items()
-        if f"{folder.name}{SUFFIX}" not in names
+        if f"{folder.name}{DOOR_SUFFIX}" not in names
         and folder.name not in streamed
         and _answers_in_one_piece(folder, config)
         and generates_text(folder)
@@ -85,7 +84,7 @@ def streamed_folder(config: Mapping[str, Any]) -> str | None:
     if not is_decoupled or not parameters.keys().isdisjoint(MODEL_SETTINGS):
         return None
     named = parameters.get("stream_of", {}).get("string_value")
-    return named or (name.removesuffix(SUFFIX) if name.endswith(SUFFIX) else None)
+    return named or (name.removesuffix(DOOR_SUFFIX) if name.endswith(DOOR_SUFFIX) else None)
 
 
 def generates_text(folder: Path) -> bool:

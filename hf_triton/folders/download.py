@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hf_triton.errors import HubError
+from hf_triton.hub.gguf import SUFFIX, find_gguf
 from hf_triton.hub.process import download
 from hf_triton.hub.resolve import Hub
 from hf_triton.settings import ModelSettings
@@ -51,6 +52,12 @@ def fetch(model_folder: Path, settings: ModelSettings, progress: Progress) -> Pa
         folder = hub.resolve_model()
         hub.resolve_tokenizer()
     return folder
+
+
+def unused_files(folder: Path, settings: ModelSettings) -> set[Path]:
+    """The GGUF files of a checkpoint's folder that are not the one of the settings."""
+    gguf = find_gguf(folder, settings.gguf_file)
+    return {path for path in folder.rglob(f"*{SUFFIX}") if gguf is not None and path.name != Path(gguf).name}
 
 
 def in_typed_words(error: HubError) -> HubError:

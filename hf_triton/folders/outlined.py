@@ -18,7 +18,7 @@ from hf_triton.folders.own_code import own_class
 from hf_triton.folders.repositories import DEMO_NAME, demo_repository
 from hf_triton.folders.sizes import read_dtype
 from hf_triton.hub.kind import find_task, find_way
-from hf_triton.hub.pretrained import check_known, gguf_of, load_config, model_class
+from hf_triton.hub.pretrained import check_known, gguf_of, load_config, model_class, silence_transformers
 from hf_triton.hub.process import DownloadLimits, download
 from hf_triton.hub.resolve import Hub
 from hf_triton.hub.spec import CheckpointSpec
@@ -38,10 +38,17 @@ class Outlined:
     kind: Any
     """The auto class of transformers that loads it."""
 
+    @property
+    def context_length(self) -> int:
+        """Tokens of a sequence at most."""
+        from hf_triton.hub.checkpoint import context_length
+
+        return context_length(self.config, self.settings.max_context_length)
+
 
 @contextlib.contextmanager
 def outlined(model: str, given: Mapping[str, str]) -> Iterator[Outlined]:
-    """Find a checkpoint.
+    """Find a checkpoint; transformers prints nothing meanwhile.
 
     Args:
         model: A name on the Hub, a checkpoint's folder, a GGUF file, a model folder, or `demo`.
@@ -50,6 +57,7 @@ def outlined(model: str, given: Mapping[str, str]) -> Iterator[Outlined]:
     Raises:
         HfTritonError: It does not exist, cannot be reached or read, or a setting is wrong.
     """
+    silence_transformers()
     use_standard_cache()
     with contextlib.ExitStack() as stack:
         path = Path(model).expanduser()

@@ -26,6 +26,8 @@ INPUT_ALIASES: Final[Mapping[str, tuple[str, ...]]] = {
 """The names that a folder may declare for an input in place of its own, of all tasks."""
 JSON_OUTPUT: Final = "output"
 """One JSON text for each row, under the name that MLServer gives it."""
+DOOR_SUFFIX: Final = "_stream"
+"""What a stream door's name has behind its model's."""
 CANCEL: Final = "cancel"
 """The parameter of a request that cancels those of its id."""
 TaskName = Literal[

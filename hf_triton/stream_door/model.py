@@ -6,16 +6,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hf_triton.errors import SettingsError
+from hf_triton.protocol.names import DOOR_SUFFIX
 from hf_triton.settings import DoorSettings
 from hf_triton.tasks.hooks import HOOKS
 
 if TYPE_CHECKING:
     from hf_triton.triton_backend.service import Service
-
-SUFFIX: Final = "_stream"
 
 
 class StreamDoor:
@@ -98,10 +97,10 @@ def other_folder(own_name: str, stream_of: str | None) -> str:
     Raises:
         SettingsError: No other folder is named.
     """
-    name = own_name.removesuffix(SUFFIX) if stream_of is None else stream_of
+    name = own_name.removesuffix(DOOR_SUFFIX) if stream_of is None else stream_of
     if name in ("", own_name):
         raise SettingsError(
-            f"nothing says which folder's model '{own_name}' is to stream from: name this folder NAME{SUFFIX}, or set "
-            "stream_of to NAME"
+            f"nothing says which folder's model '{own_name}' is to stream from: name this folder "
+            f"NAME{DOOR_SUFFIX}, or set stream_of to NAME"
         )
     return name

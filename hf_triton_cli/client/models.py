@@ -13,7 +13,7 @@ import click
 
 from hf_triton.errors import HfTritonError, ServerError
 from hf_triton.protocol.load_reasons import first_sentence
-from hf_triton.stream_door.model import SUFFIX
+from hf_triton.protocol.names import DOOR_SUFFIX
 from hf_triton_cli.client.client import READY, Triton, complete_models, triton_options, unknown_model
 from hf_triton_gateway.triton.triton_words import says
 
@@ -72,7 +72,7 @@ def _require_folder(server: Triton, name: str) -> list[str]:
     names = sorted({entry.name for entry in server.index()})
     if name not in names:
         raise unknown_model(name, names)
-    return [door for door in names if door == f"{name}{SUFFIX}"]
+    return [door for door in names if door == f"{name}{DOOR_SUFFIX}"]
 
 
 @contextlib.contextmanager

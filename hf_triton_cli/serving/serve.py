@@ -23,6 +23,7 @@ from hf_triton.folders.folders import defects, ensemble_steps, guess_reason, mod
 from hf_triton.folders.model_folder import with_task
 from hf_triton.folders.repositories import served_repository
 from hf_triton.folders.sources import fetch_models, is_repository, model_repository, split_flags
+from hf_triton.protocol.names import DOOR_SUFFIX
 from hf_triton.server import (
     ADMIN_HEADER,
     GRPC_RESTRICTED,
@@ -35,7 +36,6 @@ from hf_triton.server import (
     lock_flags,
     restricted_protocol_headers,
 )
-from hf_triton.stream_door.model import SUFFIX
 from hf_triton_cli.options import SET, TASK
 from hf_triton_cli.progress import show_download
 from hf_triton_cli.say import say
@@ -319,7 +319,7 @@ def _check_own_flags(flags: Sequence[str]) -> None:
 def _load_doors(flags: Sequence[str], doors: Path | None) -> list[str]:
     """The flags that load the stream doors of the folders which flags load."""
     loaded = [flag.removeprefix(LOAD) for flag in flags if flag.startswith(LOAD)]
-    names = [f"{name}{SUFFIX}" for name in loaded]
+    names = [f"{name}{DOOR_SUFFIX}" for name in loaded]
     return [f"{LOAD}{name}" for name in names if doors and (doors / name).exists()]
 
 
@@ -373,7 +373,7 @@ def _guess(folder: Path) -> str | None:
 def _describe_on_demand(server: TritonServer, config: GatewayConfig | None, excluded: Mapping[str, str]) -> str:
     """What to say of folders that are loaded when they are asked for."""
     folders = {folder.name for folder in model_folders(server.model_repository)} - set(excluded)
-    names = sorted(name for name in folders if name.removesuffix(SUFFIX) not in folders - {name})
+    names = sorted(name for name in folders if name.removesuffix(DOOR_SUFFIX) not in folders - {name})
     requests = ready_text(server, config, [model_on_demand(server.model_repository / name) for name in names])
     return f"Loaded when asked for: {', '.join(names)}.\n{requests}"
 

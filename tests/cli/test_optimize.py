@@ -22,13 +22,14 @@ from hf_triton.folders.candidates import TEXTS as MIXED
 from hf_triton.folders.candidates import Candidate, Child
 from hf_triton.folders.comparison import Row, agreement, judge
 from hf_triton.folders.graph_folder import GraphWriter
+from hf_triton.folders.optimizable import written_candidates
 from hf_triton.hub.checkpoint import Placement, load_checkpoint
 from hf_triton.hub.resolve import Hub
 from hf_triton.runner.graph import PACKAGES, GraphError, OnnxSession, gpu_providers
 from hf_triton.settings import ModelSettings
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from hf_triton_cli.commands import cli
-from hf_triton_cli.optimize import choose, conclusion, written_candidates
+from hf_triton_cli.optimize import choose, conclusion
 from tests.support.client import post
 from tests.support.commands import hf_triton as run_command
 from tests.support.graphs import write_graph_folder
@@ -291,7 +292,7 @@ def test_a_folder_that_generates_is_refused(tmp_path: Path, make_folder: Callabl
 
 
 def test_missing_packages_are_named(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["hf_triton_cli.optimize"], "PACKAGES", ("onnx", "no_such_package"))
+    monkeypatch.setattr(sys.modules["hf_triton.folders.optimizable"], "PACKAGES", ("onnx", "no_such_package"))
     result = run("optimize", folder, "--into", tmp_path / "new")
     assert str(result.exception) == (
         "client_missing: optimize needs no_such_package: `pip install 'hf-triton[optimize]'`"
