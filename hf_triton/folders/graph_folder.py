@@ -14,7 +14,7 @@ from hf_triton.folders.candidates import Candidate
 from hf_triton.folders.folders import CONFIG, newest_version, parse_message
 from hf_triton.hub.graph import GRAPHS, GraphFacts
 from hf_triton.hub.resolve import Hub
-from hf_triton.hub.sentence_modules import SPARSE_LINEAR, module_files
+from hf_triton.hub.sentence_names import SPARSE_LINEAR, files_of_modules
 
 if TYPE_CHECKING:
     from hf_triton.runner.graph import GraphRuntime
@@ -103,7 +103,7 @@ def _copy_small_files(source: Path, target: Path) -> None:
     names = [path.name for path in source.iterdir() if path.suffix in COPIED or path.name in SPARSE_LINEAR]
     names = [name for name in names if not name.endswith("index.json")]
     there = [str(path.relative_to(source)) for path in source.glob("*/*")]
-    for name in (*names, *module_files(source, there, allow_pickle=True, needs_weights=True)):
+    for name in (*names, *files_of_modules(source, there, allow_pickle=True, needs_weights=True)):
         (target / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(source / name, target / name)
 

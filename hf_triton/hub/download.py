@@ -30,7 +30,7 @@ from hf_triton.hub.failures import Failure, explain_download, incomplete_on_hub,
 from hf_triton.hub.gguf import choose_gguf
 from hf_triton.hub.headers import write_header
 from hf_triton.hub.kind import describe_other_kind
-from hf_triton.hub.sentence_modules import SPARSE_LINEAR, module_files
+from hf_triton.hub.sentence_names import SPARSE_LINEAR, files_of_modules
 from hf_triton.hub.snapshot import (
     SAFETENSORS,
     TOKENIZER_FILES,
@@ -149,7 +149,7 @@ class Downloader:
     def _fetch_modules(self, snapshot: Path, sizes: Mapping[str, int], commit: str) -> None:
         """Download what modules.json of sentence-transformers names, if there is one."""
         spec = self._spec
-        names = module_files(snapshot, sizes, allow_pickle=spec.allow_pickle, needs_weights=spec.needs_weights)
+        names = files_of_modules(snapshot, sizes, allow_pickle=spec.allow_pickle, needs_weights=spec.needs_weights)
         for name in names:
             pickled = f"{name.rpartition('/')[0]}/pytorch_model.bin"
             if name.endswith(".safetensors") and name not in sizes and pickled in sizes:

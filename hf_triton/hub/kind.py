@@ -12,8 +12,7 @@ from hf_triton.errors import CheckpointError, clip
 from hf_triton.files import read_json
 from hf_triton.hub.gguf import SUFFIX, list_files
 from hf_triton.hub.model_tables import tables_of_class, tables_of_family
-from hf_triton.hub.sentence_files import CROSS_ENCODER, GENERAL, MODULES, SPARSE_ENCODER, load_module_list, refusal
-from hf_triton.hub.sentence_modules import sparse_linear_file
+from hf_triton.hub.sentence_names import CROSS_ENCODER, GENERAL, MODULES, SPARSE_ENCODER, sparse_linear_file
 
 IMAGES_AND_TEXTS: Final = "ZERO_SHOT_IMAGE_CLASSIFICATION"
 """The table of CLIP and its like."""
@@ -61,8 +60,11 @@ def describe_other_kind(folder: Path, names: Collection[str]) -> str | None:
         folder: Holds its small files.
         names: All of its files, here or on the Hub.
     """
-    if MODULES in names and (reason := refusal(folder)):
-        return reason
+    if MODULES in names:
+        from hf_triton.hub.sentence_files import refusal
+
+        if reason := refusal(folder):
+            return reason
     if "adapter_config.json" in names:
         base = _read_object(folder / "adapter_config.json").get("base_model_name_or_path")
         of = f" of {clip(base)}" if base and isinstance(base, str) else ""
@@ -128,6 +130,8 @@ def find_way(folder: Path) -> Literal["generative", "pooled", "lexical", "image"
 
 def _module_kinds(folder: Path) -> list[str]:
     """The kinds of the modules of modules.json; empty if it cannot be read, which loading reports."""
+    from hf_triton.hub.sentence_files import load_module_list
+
     try:
         return [kind for kind, _ in load_module_list(folder)]
     except (CheckpointError, OSError, ValueError, KeyError, TypeError, AttributeError):

@@ -26,7 +26,7 @@ from hf_triton.hub.gguf_tokenizer import mend_tokenizer
 from hf_triton.hub.imports import hidden
 from hf_triton.hub.kind import find_tasks
 from hf_triton.hub.load_failures import explain_load
-from hf_triton.hub.sentence_modules import SPARSE_LINEAR
+from hf_triton.hub.sentence_names import SPARSE_LINEAR
 from hf_triton.hub.sizes import check_sizes
 from hf_triton.hub.weights import check_finite, check_weights
 from hf_triton.protocol.names import TEXT_TO_TEXT, TaskName

@@ -14,11 +14,8 @@ from typing import Any, Final, cast
 
 from hf_triton.errors import CheckpointError, clip
 from hf_triton.files import read_json
+from hf_triton.hub.sentence_names import GENERAL, MODULES
 
-MODULES: Final = "modules.json"
-GENERAL: Final = "config_sentence_transformers.json"
-CROSS_ENCODER: Final = "CrossEncoder"
-SPARSE_ENCODER: Final = "SparseEncoder"
 OTHER_KINDS: Final = ("MultiVectorEncoder",)
 """Kinds of models, in `model_type` of GENERAL, that are not served."""
 CHECKPOINT: Final = "the checkpoint "

@@ -13,9 +13,6 @@ from typing import Any, Final, Literal
 
 from hf_triton.errors import CheckpointError, clip
 from hf_triton.hub.sentence_files import (
-    CROSS_ENCODER,
-    MODULES,
-    SPARSE_ENCODER,
     VECTOR,
     GeneralConfig,
     TransformerConfig,
@@ -31,6 +28,7 @@ from hf_triton.hub.sentence_files import (
     reading,
     unsupported,
 )
+from hf_triton.hub.sentence_names import CROSS_ENCODER, MODULES, SPARSE_ENCODER, SPARSE_LINEAR, sparse_linear_file
 
 PoolingMode = Literal["cls", "max", "mean", "mean_sqrt_len", "weightedmean", "lasttoken"]
 POOLING_FLAGS: Final[dict[str, PoolingMode]] = {
@@ -51,7 +49,6 @@ WITH_WEIGHTS: Final = ("Dense", "LayerNorm")
 MAX_SIZE: Final = 1_000_000
 """Of a vector; a layer gets its memory before its weights are read."""
 WEIGHTS: Final = ("model.safetensors", "pytorch_model.bin")
-SPARSE_LINEAR: Final = ("sparse_linear.safetensors", "sparse_linear.pt")
 """Beside a model that weighs a text's own tokens; the first that is there is read."""
 SPLADE_OPTIONS: Final = {"pooling_strategy": ("max", "sum"), "activation_function": ("relu", "log1p_relu")}
 """Values of SpladePooling's options, the default first."""
@@ -234,11 +231,6 @@ def load_sparse_modules(folder: Path) -> SparseModules:
                     f"has {name} {clip(config[name])} in SpladePooling; served are {' and '.join(values)}"
                 )
     return SparseModules(general, transformer, *(config[name] for name in SPLADE_OPTIONS))
-
-
-def sparse_linear_file(folder: Path) -> Path | None:
-    """The layer that weighs a text's own tokens, of models such as bge-m3; None if there is none."""
-    return next((folder / name for name in SPARSE_LINEAR if (folder / name).exists()), None)
 
 
 def module_files(folder: Path, available: Collection[str], *, allow_pickle: bool, needs_weights: bool) -> list[str]:

@@ -14,7 +14,7 @@ from hf_triton.errors import CheckpointError, clip
 from hf_triton.files import MAX_TEXT_BYTES, describe_irregular, open_regular, read_json, read_text
 from hf_triton.hub.gguf import find_gguf
 from hf_triton.hub.kind import find_task, find_way
-from hf_triton.hub.sentence_modules import module_files
+from hf_triton.hub.sentence_names import files_of_modules
 from hf_triton.hub.spec import CheckpointSpec
 
 SAFETENSORS: Final = ("model.safetensors.index.json", "model.safetensors")
@@ -171,7 +171,7 @@ def missing_files(folder: Path, spec: CheckpointSpec) -> list[str]:
         missing += missing_code(folder)
     if spec.needs_config:
         there = [str(path.relative_to(folder)) for path in folder.glob("*/*")]
-        names = module_files(folder, there, allow_pickle=spec.allow_pickle, needs_weights=spec.needs_weights)
+        names = files_of_modules(folder, there, allow_pickle=spec.allow_pickle, needs_weights=spec.needs_weights)
         missing += [name for name in names if not (folder / name).exists()]
     return missing + (missing_weights(folder, spec.allow_pickle) if spec.needs_weights else [])
 

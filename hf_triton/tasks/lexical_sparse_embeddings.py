@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_triton.errors import CheckpointError
-from hf_triton.hub.sentence_modules import SPARSE_LINEAR, sparse_linear_file
+from hf_triton.hub.sentence_names import SPARSE_LINEAR, sparse_linear_file
 from hf_triton.tasks.encoder_task import EncodedRow
 from hf_triton.tasks.sparse_embeddings import SparseEmbeddings
 

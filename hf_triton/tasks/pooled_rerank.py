@@ -6,8 +6,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hf_triton.errors import CheckpointError
-from hf_triton.hub.sentence_files import CROSS_ENCODER, load_general_config
+from hf_triton.hub.sentence_files import load_general_config
 from hf_triton.hub.sentence_modules import load_sentence_modules
+from hf_triton.hub.sentence_names import CROSS_ENCODER
 from hf_triton.tasks.encoder_task import EncoderTask
 from hf_triton.tasks.pooling import build_head
 from hf_triton.tasks.rerank import Rerank, activation_of

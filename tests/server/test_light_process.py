@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the process of a model imports: nothing that its folder does not ask for."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -65,6 +66,12 @@ def test_a_process_imports_nothing_heavy_that_its_folder_does_not_ask_for(
 ) -> None:
     assert "transformers.modeling_utils" in modules[folder]
     assert HEAVY & modules[folder] == set()
+
+
+def test_a_process_of_texts_imports_nothing_of_encoders(modules: dict[str, set[str]]) -> None:
+    of_encoders = re.compile(r"hf_triton\.(encoder|hub\.sentence_(files|modules)|tasks\.(encod|embed|classif|pool))")
+    assert not [name for name in modules["demo"] if of_encoders.match(name)]
+    assert [name for name in modules["labels"] if of_encoders.match(name)]
 
 
 def test_what_a_folder_asks_for_is_seen_and_own_code_imports_the_rest(tmp_path: Path) -> None:

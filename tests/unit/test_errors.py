@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models
 
-import hf_triton
 from hf_triton import errors
 from hf_triton.errors import (
     CODES,
@@ -24,8 +23,7 @@ from hf_triton.errors import (
     panics_as_errors,
     where,
 )
-
-SOURCES = sorted(Path(hf_triton.__file__).parent.rglob("*.py"))
+from tests.support.paths import sources
 
 
 def codes_in(source: Path) -> set[str]:
@@ -55,7 +53,7 @@ def test_the_traceback_of_an_endless_recursion_is_cut() -> None:
 
 
 def test_every_code_in_the_source_has_a_meaning() -> None:
-    raised = set().union(*(codes_in(source) for source in SOURCES))
+    raised = set().union(*(codes_in(source) for source in sources()))
     assert len(raised) > 10
     assert raised - set(CODES) == set()
 

@@ -5,7 +5,6 @@ import ast
 import errno
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import huggingface_hub.errors
@@ -16,6 +15,7 @@ from hf_triton.errors import CODES, CheckpointError, HfTritonError, HubError
 from hf_triton.hub.failures import MEANINGS, explain_download
 from hf_triton.hub.spec import CheckpointSpec
 from tests.support.hub import CANARY, MODEL
+from tests.support.paths import sources
 
 SPEC = CheckpointSpec(MODEL, "v9")
 
@@ -131,7 +131,7 @@ def test_each_sentence_names_the_model_and_a_remedy() -> None:
 
 def test_codes_in_use_are_the_listed_codes() -> None:
     used: set[str] = set()
-    for path in Path(hf_triton.__file__).parent.rglob("*.py"):
+    for path in sources():
         tree = ast.parse(path.read_text(encoding="utf-8"))
         used |= {code for node in ast.walk(tree) if isinstance(node, ast.Call) for code in _codes_of(node)}
     assert used == set(CODES)
