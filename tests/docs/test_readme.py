@@ -10,7 +10,9 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+import openai
 import pytest
 
 from hf_triton import __version__
@@ -240,7 +242,10 @@ def test_curl_lines_work(demo: TritonServer, line: str) -> None:
 def run_python(server: TritonServer, block: str, capsys: pytest.CaptureFixture[str]) -> str:
     """What a Python example prints against a server of the tests."""
     local = block.replace("localhost:8000", server.http_url.removeprefix("http://"))
-    exec(compile(local.replace("localhost:8001", server.grpc_url), "example", "exec"), {})
+    names: dict[str, Any] = {}
+    exec(compile(local.replace("localhost:8001", server.grpc_url), "example", "exec"), names)
+    if isinstance(client := names.get("client"), openai.OpenAI):
+        client.close()  # an example ends with its process, and this one goes on
     return capsys.readouterr().out
 
 
