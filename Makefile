@@ -18,12 +18,14 @@ TESTS ?= tests
 
 # Modules run in parallel (tests/conftest.py says which of them on one worker), then the tests that measure time alone.
 # One worker more than CI's cores, as many tests wait for servers. With less than 24 GB of memory, WORKERS=2.
-# Exit status 5: TESTS has no such test.
+# Exit status 5: TESTS has no such test. RECORD is a folder for the results of each part as JUnit's XML.
 WORKERS ?= 3
+RECORD ?=
+record = $(if $(RECORD),--junitxml=$(RECORD)/$(1).xml)
 define pytest
 	$(BIN)/pytest --durations=40 -n $(WORKERS) --dist loadscope --no-loadscope-reorder -m "not serial and $(1)" $(TESTS) \
-	  || test $$? -eq 5
-	$(BIN)/pytest -m "serial and $(1)" $(TESTS) || test $$? -eq 5
+	  $(call record,$@) || test $$? -eq 5
+	$(BIN)/pytest -m "serial and $(1)" $(TESTS) $(call record,$@-serial) || test $$? -eq 5
 endef
 
 VENV := .venv
@@ -228,11 +230,11 @@ lock: ## Write the hashes of the images' packages (uv, an index)
 
 test-page: $(SETUP) ## Test the chat page in a headless Chromium
 	tests/openai/setup.sh
-	REQUIRE_CHROMIUM=1 $(BIN)/pytest tests/openai/test_page*.py
+	REQUIRE_CHROMIUM=1 $(BIN)/pytest tests/openai/test_page*.py $(call record,$@)
 
 test-container: $(SETUP) ## Build the container image on a stand-in base and try it (podman or docker)
 	tests/container/setup.sh
-	REQUIRE_CONTAINER=1 $(BIN)/pytest -m container tests/container
+	REQUIRE_CONTAINER=1 $(BIN)/pytest -m container tests/container $(call record,$@)
 
 wheel: $(SERVER) ## Build the wheel in dist/; PROJECT_URL=https://... is the repository's address in its metadata
 	$(BIN)/pip wheel --no-deps --wheel-dir dist .
