@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from click.testing import CliRunner, Result
+from click.testing import Result
 from safetensors.torch import load_file, save_file
 
 from hf_triton.errors import CheckpointError
@@ -21,10 +21,10 @@ from hf_triton.folders.tensors import check_tensors
 from hf_triton.hub.pretrained import load_config, load_model
 from hf_triton.settings import ModelSettings
 from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
-from hf_triton_cli.commands import cli, main
+from hf_triton_cli.commands import main
 from tests.support.adapters import save_adapter
 from tests.support.architectures import BATCH, CONTINUOUS, WHOLE, load, some_in_make_test
-from tests.support.commands import hf_triton
+from tests.support.commands import hf_triton, in_process
 from tests.support.encoders import ALONE, HEADS, PACKED, PADDED, build_model
 from tests.support.gguf import write_gguf
 from tests.support.paths import ROOT
@@ -51,7 +51,7 @@ def folder(tmp_path: Path, checkpoint: Path, make_folder: Callable[..., Path]) -
 
 
 def run(*arguments: object) -> Result:
-    return CliRunner().invoke(cli, [str(argument) for argument in arguments])
+    return in_process(*arguments)
 
 
 def findings(folder: Path) -> dict[str, tuple[str, str]]:

@@ -6,12 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from hf_triton.server import TritonServer
-from hf_triton_cli.commands import cli
 from hf_triton_cli.serving.examples import model_on_demand, ready_text
 from hf_triton_gateway.config import GatewayConfig
+from tests.support.commands import in_process
 from tests.support.images import save_image_checkpoint
 
 
@@ -21,7 +20,7 @@ def test_a_folder_is_checked_and_shown(
 ) -> None:
     checkpoint = save_image_checkpoint(tmp_path / "checkpoint", family, has_texts=family == "clip")
     folder = make_folder(tmp_path, "mine", huggingface_model=checkpoint)
-    done = CliRunner().invoke(cli, ["check", "--json", str(folder)])
+    done = in_process("check", "--json", folder)
     [checked] = json.loads(done.stdout)
     found = {each["about"]: each["finding"] for each in checked["findings"]}
     assert checked["ok"], found
@@ -32,8 +31,8 @@ def test_a_folder_is_checked_and_shown(
     shown = ready_text(TritonServer(tmp_path), GatewayConfig(), [model_on_demand(folder)])
     assert '"input":"data:image/gif;base64,' in shown or family == "clip"
 
-    refused = CliRunner().invoke(cli, ["optimize", str(folder)])
+    refused = in_process("optimize", folder)
     assert "reads images, and optimize is for encoders of texts" in refused.output
     (checkpoint / "preprocessor_config.json").unlink()
-    [checked] = json.loads(CliRunner().invoke(cli, ["check", "--json", str(folder)]).stdout)
+    [checked] = json.loads(in_process("check", "--json", folder).stdout)
     assert "has no preprocessor_config.json" in str(checked["findings"])

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import Result
 from safetensors.torch import load_file
 
 from hf_triton.errors import CheckpointError, LoadError, SettingsError
@@ -28,10 +28,10 @@ from hf_triton.hub.resolve import Hub
 from hf_triton.runner.graph import PACKAGES, GraphError, OnnxSession, gpu_providers
 from hf_triton.settings import ModelSettings
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
-from hf_triton_cli.commands import cli
 from hf_triton_cli.optimize import choose, conclusion
 from tests.support.client import post
 from tests.support.commands import hf_triton as run_command
+from tests.support.commands import in_process
 from tests.support.graphs import write_graph_folder
 from tests.support.sentence_checkpoints import TEXTS, real_checkpoint, reference_embeddings, save_sentence_model
 
@@ -56,7 +56,7 @@ def written(folder: Path) -> Path:
 
 
 def run(*arguments: object) -> Result:
-    return CliRunner().invoke(cli, [str(argument) for argument in arguments])
+    return in_process(*arguments)
 
 
 def load(folder: Path, **settings: Any) -> Any:

@@ -108,7 +108,7 @@ def test_ctrl_c_while_starting_stops_all_processes(serving: Serving) -> None:
 
 def test_ctrl_c_while_a_process_is_forked_is_not_lost() -> None:
     script = (
-        "import os, signal; from hf_triton_cli import main; "
+        "import os, signal; from hf_triton_cli.commands import main; "
         "os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGINT)); main()"
     )
     command = [sys.executable, "-c", script, "serve", *port_options(free_ports(len(PORTS)))]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import Result
 from safetensors.torch import load_file, save_file
 
 from hf_triton.engine.choose import build_engine
@@ -18,7 +18,8 @@ from hf_triton.hub.pretrained import load_config, load_model
 from hf_triton.runner.gpu_memory import weight_bytes
 from hf_triton.settings import ModelSettings
 from hf_triton.testing import LoopbackHub, build_tiny_checkpoint, build_tiny_encoder
-from hf_triton_cli.commands import cli, main
+from hf_triton_cli.commands import main
+from tests.support.commands import in_process
 from tests.support.gguf import write_gguf
 from tests.support.paths import ROOT
 
@@ -33,7 +34,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*arguments: object) -> Result:
-    return CliRunner().invoke(cli, ["size", *map(str, arguments)])
+    return in_process("size", *arguments)
 
 
 def sizes(*arguments: object) -> dict[str, Any]:
@@ -303,7 +304,7 @@ def test_of_a_gguf_file_comes_the_header(on_hub: LoopbackHub) -> None:
 
 def test_what_a_cache_has_needs_no_hub(on_hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
     before = sizes(NAME, "--gpu=l4")
-    assert CliRunner().invoke(cli, ["pull", NAME]).exit_code == 0
+    assert in_process("pull", NAME).exit_code == 0
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     on_hub.requests.clear()
     assert sizes(NAME, "--gpu=l4") == before

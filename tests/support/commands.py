@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`hf-triton` commands against a running server: as processes with pipes, and on a terminal."""
+"""`hf-triton` commands: as processes with pipes, on a terminal, and in this process by click's runner."""
 
 import contextlib
 import os
@@ -7,8 +7,11 @@ import pty
 import select
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from click.testing import CliRunner, Result
+
+from hf_triton_cli.commands import main
 from tests.support.serving import COMMAND
 
 TIMEOUT_S = 90
@@ -23,6 +26,19 @@ def hf_triton(*arguments: str, stdin: str = "", **environment: str) -> subproces
         timeout=TIMEOUT_S,
         env=os.environ | environment,
     )
+
+
+class CommandLine:
+    """All of `hf-triton`, errors too, in the form that `CliRunner.invoke` takes."""
+
+    name = "hf-triton"
+
+    def main(self, args: Sequence[str], **_: object) -> None:
+        main(list(args))
+
+
+def in_process(*arguments: object) -> Result:
+    return CliRunner().invoke(CommandLine(), [str(argument) for argument in arguments])  # type: ignore[arg-type]
 
 
 class Terminal:
