@@ -60,7 +60,7 @@ from pathlib import Path
 import captured, peft, torch  # peft looks at the device, which is simulated later
 from tests.support.simulated_gpu import simulated_gpus
 
-captured.SIZES = {"llama": captured.SIZES["llama"]}
+captured.SIZES, captured.WIDTH, captured.NUM_NEW = {"llama": {}}, {}, 4
 with simulated_gpus(1):
     captured.main(Namespace(out=Path(sys.argv[1]), device=torch.device("cuda")))
 """
