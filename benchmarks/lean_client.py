@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from http import HTTPStatus
 from typing import cast
 
+EVENT = b"data: {"
 LAST_CHUNK = b"\r\n0\r\n\r\n"
 LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
 TIMEOUT_S = 600
@@ -34,6 +35,8 @@ class LeanClient:
         parts = urllib.parse.urlsplit(url)
         self._address = (parts.hostname, parts.port)
         self._sockets: list[socket.socket] = []
+        self.first_s: list[float] = []
+        """Of each stream that was read last: seconds from its request to its first event; 0 of what is no stream."""
 
     def close(self) -> None:
         """Close the connections: an open one delays the server's exit."""
@@ -59,10 +62,12 @@ class LeanClient:
         answers = [b""] * len(requests)
         waiting = iter(range(len(requests)))
         poll, numbers = select.epoll(), dict[int, int]()
+        sent_s, self.first_s = [0.0] * len(requests), [0.0] * len(requests)
         started_s = time.perf_counter()
         for connection, number in zip(self._connected(min(width, len(requests))), waiting, strict=False):
             poll.register(connection, select.EPOLLIN)
             numbers[connection.fileno()] = number
+            sent_s[number] = time.perf_counter()
             connection.sendall(requests[number])
         connections = {each.fileno(): each for each in self._sockets}
         while numbers:
@@ -75,6 +80,8 @@ class LeanClient:
                 answers[number] += received
                 if not received:
                     raise LostAnswerError(f"cut off: {answers[number]!r}")
+                if not self.first_s[number] and EVENT in answers[number]:
+                    self.first_s[number] = time.perf_counter() - sent_s[number]
                 if not _is_whole(answers[number]):
                     continue
                 successor = next(waiting, None)
@@ -82,6 +89,7 @@ class LeanClient:
                     del numbers[place]
                 else:
                     numbers[place] = successor
+                    sent_s[successor] = time.perf_counter()
                     connections[place].sendall(requests[successor])
         wall_s = time.perf_counter() - started_s
         poll.close()

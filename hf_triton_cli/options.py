@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import click
 
 from hf_triton.errors import clip
+from hf_triton.folders.cards import CARDS, CPU
 from hf_triton.folders.model_folder import TASKS
 
 
@@ -31,3 +33,18 @@ SET: Final = click.option(
 TASK: Final = click.option(
     "--task", type=click.Choice(TASKS), help="What the model does. By default what the checkpoint's files say."
 )
+
+
+class CardName(click.ParamType[str]):
+    """The name of a card, or `cpu`."""
+
+    name = "card"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """See click."""
+        name = str(value).lower().replace("_", "-")
+        if name != CPU and name not in CARDS:
+            near = difflib.get_close_matches(name[:20], CARDS, n=1)
+            hint = f", did you mean {near[0]}" if near else ""
+            self.fail(f"there is no card {clip(value)}{hint}; known are {', '.join([CPU, *CARDS])}", param, ctx)
+        return name

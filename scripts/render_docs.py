@@ -159,12 +159,8 @@ def servers_table() -> str:
 
 def cards_table() -> str:
     """The GPUs of `hf-triton size`."""
-    head = "| `--gpu` | memory, GB | bandwidth, GB/s | 16-bit peak, TFLOP/s | source |\n|---|---|---|---|---|"
-    rows = (
-        f"| `{name}` | {card.memory_gb} | {card.bandwidth_gb_s} | {card.tflops:g} | {card.source} |"
-        for name, card in CARDS.items()
-    )
-    return "\n".join([head, *rows])
+    rows = (f"| `{name}` | {card.memory_gb} | {card.source} |" for name, card in CARDS.items())
+    return "\n".join(["| `--gpu` | memory, GB | source |", "|---|---|---|", *rows])
 
 
 def codes_table() -> str:

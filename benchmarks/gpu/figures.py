@@ -8,6 +8,7 @@ import gc
 import json
 import os
 import platform
+import re
 import shutil
 import statistics
 import subprocess
@@ -22,8 +23,9 @@ import torch
 import transformers
 
 PACKAGES = ("torch", "triton", "transformers", "numpy", "numba")
-CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
-"""The versions that the project tests; a device has torch and triton of its own."""
+ROOT = Path(__file__).parents[2]
+LOCKS = ROOT / "constraints.txt", ROOT / "requirements-torch.txt"
+"""The versions that the project tests, and the image's triton; a device has torch and triton of its own."""
 FILE = "figures.jsonl"
 FLUSHED_BYTES = 2**28
 """More than any cache of a card holds."""
@@ -93,7 +95,7 @@ def machine(device: torch.device) -> dict[str, Any]:
             versions[package] = version(package)
         except PackageNotFoundError:
             versions[package] = "-"
-    locked = dict(line.split("==") for line in CONSTRAINTS.read_text().split() if "==" in line)
+    pins = re.findall(r"^([\w-]+)==([^\s;]+)", "\n".join(each.read_text() for each in LOCKS), re.MULTILINE)
     is_cuda = device.type == "cuda"
     return {
         "card": torch.cuda.get_device_name(device) if is_cuda else f"CPU, {platform.machine()}",
@@ -103,7 +105,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "gcc": _first_line("gcc", "--version"),
         "python": platform.python_version(),
         **versions,
-        "locked": {package: locked[package] for package in PACKAGES if package in locked},
+        "locked": {package: pinned for package, pinned in pins if package in PACKAGES},
         "commit": os.environ.get("COMMIT") or _first_line("git", "rev-parse", "--short", "HEAD"),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
     }

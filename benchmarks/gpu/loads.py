@@ -22,6 +22,7 @@ from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.sequence import Outcome, SequenceGroup, SequenceListener
 from hf_triton.engine.types import Observer
 from hf_triton.errors import CancelledError
+from hf_triton.runner.adapters import Adapter
 from hf_triton.runner.step import Step
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.types import Constraint
@@ -66,6 +67,7 @@ class Request:
     prompt: list[int]
     params: SamplingParams
     constraint: Callable[[], Constraint] | None = None
+    adapter: Adapter | None = None
 
 
 def random_prompts(count: int, num_tokens: int, vocabulary: int, seed: int = 0) -> list[list[int]]:
@@ -249,7 +251,12 @@ def run_requests(engine: ContinuousBatchingEngine, requests: list[Request], widt
         engine.submit(
             [
                 SequenceGroup(
-                    each.prompt, each.params, listener=listener, listens_to_tokens=True, constraint=each.constraint
+                    each.prompt,
+                    each.params,
+                    listener=listener,
+                    listens_to_tokens=True,
+                    constraint=each.constraint,
+                    adapter=each.adapter,
                 )
             ]
         )

@@ -9,8 +9,9 @@ Tasks run one after the other, those that tell most first. One that is on file a
 call goes on where the first one ended; so is one that needs more seconds than are left, and one that fails stops no
 other. Figures go to `figures.jsonl` as soon as they are known. The exit status is 1 if a task failed.
 
-Needs torch with CUDA, transformers and this repository; pytest for the task tests, and gcc for Triton's kernels, which
-`compile_ahead.py --cache` may have compiled before.
+Needs torch with CUDA, transformers and this repository; pytest for the tests and their models, peft for an adapter,
+tritonserver and the gateway's packages for `served`, and gcc for Triton's kernels, which `compile_ahead.py --cache` may
+have compiled before. torch and triton are the device's own: `machine`, always on file, names them and the lock's.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import attention
+import captured
 import encoder
 import engine
 import equality
 import figures
 import peers
 import sampling
+import served
 import tables
 
 ROOT = Path(__file__).parents[2]
@@ -61,9 +64,11 @@ def run_tests(options: argparse.Namespace) -> None:
 
 TASKS = (
     Task("machine", 15, figures.main),
-    Task("attention", 60, attention.main),
     Task("llama", 110, engine.main, "llama-3-8b"),
+    Task("captured", 60, captured.main),
     Task("qwen", 60, engine.main, "qwen3-0.6b"),
+    Task("served", 75, served.main, "qwen3-0.6b"),
+    Task("attention", 60, attention.main),
     Task("equality", 70, equality.main),
     Task("tests", 90, run_tests),
     Task("encoder", 30, encoder.main),
@@ -72,7 +77,8 @@ TASKS = (
     Task("sweep", 60, attention.main_sweep, is_default=False),
     Task("falcon", 110, engine.main, "falcon-7b", is_default=False),
 )
-SMALL_TASKS = frozenset({"machine", "attention", "sweep", "sampling", "equality", "llama", "encoder", "peers"})
+LARGE_TASKS = frozenset({"qwen", "falcon", "tests"})
+"""Those that `--small` leaves out: the same code as `llama`, and what needs a device."""
 
 
 def main() -> int:
@@ -89,8 +95,8 @@ def main() -> int:
     done = {each["name"] for each in tables.read(file) if each["part"] == "run" and "seconds" in each}
     has_failed = False
     for task in TASKS:
-        wanted = task.name in options.tasks if options.tasks else task.is_default or options.small
-        if not wanted or task.name in done or (options.small and task.name not in SMALL_TASKS):
+        wanted = task.name in ("machine", *options.tasks) if options.tasks else task.is_default or options.small
+        if not wanted or task.name in done or (options.small and task.name in LARGE_TASKS):
             continue
         options.left_s = options.deadline - (time.monotonic() - began_s)
         if options.left_s < task.needs_s and not options.small:

@@ -33,6 +33,8 @@ SPEED = (
 TABLES: dict[str, tuple[str, tuple[str, ...]]] = {
     "The continuous engine": ("engine", SPEED),
     "Its start": ("engine", ("start_s", "probe_s", "capture_s", "graphs", "eager_because", "reserved_gb")),
+    "Captured steps of architectures": ("captured", ("graphs", "steps", "replays", "start_s", "eager_because")),
+    "Through tritonserver and the gateway": ("served", ("tokens_per_s", "of_engine", "ttft_p50_ms")),
     "Kernels of its decoding steps": ("engine", ("kernels_per_layer", "kernels_per_step", "step_us")),
     "Transformers on the same card": ("peers", ("tokens_per_s", "step_ms")),
     "Completions equal to those of `generate`": ("equality", ("equal", "of", "is_captured")),

@@ -1,60 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPUs that models are sized for, by the figures of NVIDIA's data sheets."""
+"""GPUs that models are sized for, by the memory that NVIDIA's data sheets state."""
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
-from typing import Any, Final
-
-import click
-
-from hf_triton.errors import clip
+from typing import Final
 
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU as its maker states it; none of this is measured."""
+    """A GPU as its maker states it."""
 
     memory_gb: int
     """10^9 bytes. A card has at least these: 80 GB are 79 GiB on an H100, and counted as 75."""
-    bandwidth_gb_s: int
-    """Of its memory, in 10^9 bytes per second."""
-    tflops: float
-    """10^12 dense operations of matrices per second in bfloat16, on a T4 in float16, with float32 sums."""
     source: str
 
 
 CARDS: Final = {
-    "t4": Card(16, 300, 65, "NVIDIA T4 data sheet"),
-    "l4": Card(24, 300, 121, "NVIDIA L4 data sheet"),
-    "l40s": Card(48, 864, 362, "NVIDIA L40S data sheet"),
-    "a10": Card(24, 600, 125, "NVIDIA A10 data sheet"),
-    "a30": Card(24, 933, 165, "NVIDIA A30 data sheet"),
-    "a100-40gb": Card(40, 1555, 312, "NVIDIA A100 data sheet"),
-    "a100": Card(80, 2039, 312, "NVIDIA A100 data sheet, SXM"),
-    "h100": Card(80, 3350, 989, "NVIDIA H100 data sheet, SXM"),
-    "h100-pcie": Card(80, 2000, 756, "NVIDIA H100 data sheet, PCIe"),
-    "h100-nvl": Card(94, 3900, 835, "NVIDIA H100 data sheet, NVL"),
-    "h200": Card(141, 4800, 989, "NVIDIA H200 data sheet, SXM"),
-    "b200": Card(180, 8000, 2250, "NVIDIA DGX B200 data sheet, an eighth"),
-    "rtx4090": Card(24, 1008, 165, "NVIDIA Ada architecture paper"),
-    "rtx5090": Card(32, 1792, 209, "NVIDIA RTX Blackwell architecture paper"),
-    "rtx6000-ada": Card(48, 960, 364, "NVIDIA RTX 6000 Ada data sheet"),
+    "t4": Card(16, "NVIDIA T4 data sheet"),
+    "l4": Card(24, "NVIDIA L4 data sheet"),
+    "l40s": Card(48, "NVIDIA L40S data sheet"),
+    "a10": Card(24, "NVIDIA A10 data sheet"),
+    "a30": Card(24, "NVIDIA A30 data sheet"),
+    "a100-40gb": Card(40, "NVIDIA A100 data sheet"),
+    "a100": Card(80, "NVIDIA A100 data sheet, SXM"),
+    "h100": Card(80, "NVIDIA H100 data sheet, SXM"),
+    "h100-pcie": Card(80, "NVIDIA H100 data sheet, PCIe"),
+    "h100-nvl": Card(94, "NVIDIA H100 data sheet, NVL"),
+    "h200": Card(141, "NVIDIA H200 data sheet, SXM"),
+    "b200": Card(180, "NVIDIA DGX B200 data sheet, an eighth"),
+    "rtx4090": Card(24, "NVIDIA Ada architecture paper"),
+    "rtx5090": Card(32, "NVIDIA RTX Blackwell architecture paper"),
+    "rtx6000-ada": Card(48, "NVIDIA RTX 6000 Ada data sheet"),
 }
 CPU: Final = "cpu"
-
-
-class CardName(click.ParamType[str]):
-    """The name of a card, or `cpu`."""
-
-    name = "card"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """See click."""
-        name = str(value).lower().replace("_", "-")
-        if name != CPU and name not in CARDS:
-            near = difflib.get_close_matches(name[:20], CARDS, n=1)
-            hint = f", did you mean {near[0]}" if near else ""
-            self.fail(f"there is no card {clip(value)}{hint}; known are {', '.join([CPU, *CARDS])}", param, ctx)
-        return name

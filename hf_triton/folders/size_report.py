@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of `hf-triton size`, each with where it comes from; what is a bound or an estimate says so."""
+"""The figures of `hf-triton size`, each with where it comes from; what is an estimate says so."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
 
 from hf_triton.encoder.engine import MAX_BATCH_TOKENS
 from hf_triton.errors import CheckpointError
-from hf_triton.folders.capacity import GIGA, TERA, Room, Speed
+from hf_triton.folders.capacity import Room
 from hf_triton.folders.cards import CARDS, CPU
 from hf_triton.folders.outlined import Outlined
 from hf_triton.folders.sizes import BYTES, build_without_weights, dtype_name, loaded_bytes
@@ -21,27 +20,8 @@ from hf_triton.runner.gpu_memory import USED_FRACTION
 from hf_triton.runner.outline import measure_outline
 from hf_triton.settings import MOST_SEQS
 
-LAUNCHES_S: Final = 0.001
-"""Shorter steps are bound by what is not counted."""
 WIDTHS: Final = 4, 2
 """An encoder's layer keeps about so many vectors of its hidden and of its intermediate size for each token."""
-
-
-@dataclass(frozen=True)
-class Load:
-    """What a model is sized for."""
-
-    context: int
-    """Tokens of a sequence."""
-    concurrency: int | None
-    """Sequences at a time; None: the setting `max_num_seqs`."""
-    rate: float | None
-    """Requests per second."""
-    prompt: int
-    output: int
-    """Tokens of a request."""
-    measured: float | None
-    """Requests per second of one replica."""
 
 
 class SizeReport:
@@ -50,19 +30,20 @@ class SizeReport:
     Args:
         found: The model.
         gpu: The card's name, or `cpu`.
-        load: What it is sized for.
+        context: Tokens of a sequence.
+        concurrency: Sequences at a time; None: the setting `max_num_seqs`.
     """
 
-    def __init__(self, found: Outlined, gpu: str, load: Load) -> None:
+    def __init__(self, found: Outlined, gpu: str, context: int, concurrency: int | None) -> None:
         self.values: dict[str, Any] = {}
         self.estimates: dict[str, str] = {}
-        """How figures that are bounds or estimates are made, by name."""
+        """How figures that are estimates are made, by name."""
         self.notes: list[str] = []
         self.rows: list[dict[str, object]] = []
-        self._found, self._gpu, self._load = found, gpu, load
+        self._found, self._gpu, self._context = found, gpu, context
         self._device = "cpu" if gpu == CPU else "cuda"
         default = MAX_NUM_SEQS.get(self._device, DEFAULT_NUM_SEQS)
-        self._concurrency = load.concurrency or found.settings.max_num_seqs or default
+        self._concurrency = concurrency or found.settings.max_num_seqs or default
 
     @cached_property
     def _model(self) -> Any:
@@ -81,23 +62,18 @@ class SizeReport:
         found = self._found
         self._add("model", name, name, f"by {found.kind.__name__}")
         weights, total = self._weights(), self._memory()
-        num_parameters = 0 if self._model is None else sum(each.numel() for each in self._model.parameters())
         generates = found.task is None and found.settings.engine != "batch" and not found.config.is_encoder_decoder
         outline = measure_outline(self._model) if generates and self._model is not None else None
         if outline is None:
-            self._describe_others(weights, total, num_parameters)
+            self._describe_others(weights, total)
             return
         settings = found.settings
-        room = Room(
-            outline, weights, self._device, total, settings.gpu_memory_fraction or 1.0, settings.max_cache_tokens
-        )
-        number = self._describe_room(room)
-        if number and self._has_bound():
-            self._describe_speed(Speed(room, num_parameters, CARDS[self._gpu]), number)
+        fraction = settings.gpu_memory_fraction or 1.0
+        self._describe_room(Room(outline, weights, self._device, total, fraction, settings.max_cache_tokens))
 
     def _add(self, name: str, value: Any, words: str, source: str) -> None:
         self.values[name] = value
-        if source.startswith(("bound", "estimate")):
+        if source.startswith("estimate"):
             self.estimates[name] = source
         self.rows.append({"figure": name, "value": words, "from": source})
 
@@ -126,13 +102,13 @@ class SizeReport:
             total = FreeMemory().of(torch.device("cpu"))
             self._add_bytes("memory_bytes", total, "free on this machine")
         else:
-            total = CARDS[self._gpu].memory_gb * GIGA
+            total = CARDS[self._gpu].memory_gb * 10**9
             self._add_bytes("memory_bytes", total, f"{self._gpu}: {CARDS[self._gpu].source}")
         return total
 
-    def _describe_room(self, room: Room) -> int:
-        """Add what a model that generates takes; returns how many sequences a replica runs at a time."""
-        outline, context, concurrency = room.outline, self._load.context, self._concurrency
+    def _describe_room(self, room: Room) -> None:
+        """Add what a model that generates takes."""
+        outline, context, concurrency = room.outline, self._context, self._concurrency
         source = "the engine's own cache, of a forward without weights"
         self._add_bytes("kv_cache_bytes_per_token", outline.bytes_per_token if outline.has_keys else 0, source)
         if outline.slot_tokens:
@@ -146,7 +122,7 @@ class SizeReport:
         self._add("max_sequences", number, f"{number:,}", f"of {context} tokens at a time")
         if not number:
             self.notes.append(self._too_large(room, each))
-            return 0
+            return
         running = min(number, MOST_SEQS)
         replicas = math.ceil(concurrency / running)
         self._add("replicas_for_concurrency", replicas, f"{replicas:,}", f"for {concurrency} of these sequences")
@@ -156,7 +132,6 @@ class SizeReport:
             settings["max_cache_tokens"] = max(256, running * room.sequence_tokens(context))
         words = " ".join(f"{name}={value}" for name, value in settings.items())
         self._add("settings", settings, words, "of the folder of each replica")
-        return running
 
     def _too_large(self, room: Room, sequence: int) -> str:
         remedy = "Not one such sequence fits: use quantised weights, a smaller --dtype, a shorter --context"
@@ -166,45 +141,9 @@ class SizeReport:
         spread = f", or at least {number} of these for one model (instance_group of KIND_MODEL)" if number > 1 else ""
         return f"{remedy}, or a larger card{spread}."
 
-    def _has_bound(self) -> bool:
-        """Whether speeds have a bound and none is measured; says why not."""
-        if self._load.measured is not None:
-            self._add_replicas(self._load.measured, "the requests/s that --measured states")
-            return False
-        if self._gpu == CPU:
-            self.notes.append("No speed is known on a CPU: measure it with `hf-triton bench`, and give --measured.")
-            return False
-        if dtype_name(self._found.config, self._found.settings) not in ("bfloat16", "float16"):
-            self.notes.append("No speed is known in float32, of which the table has no peak: see --dtype.")
-            return False
-        return True
-
-    def _describe_speed(self, speed: Speed, number: int) -> None:
-        """Add bounds for so many sequences at a time."""
-        load = self._load
-        at = "bound by all of the card's bandwidth and peak"
-        prefill = speed.prefill_s(load.prompt)
-        self._add("prefill_s", prefill, f"{prefill:.3g} s", f"{at}: a prompt of {load.prompt} tokens alone")
-        step = speed.step_s(number, load.prompt + load.output / 2)
-        self._add("decode_step_s", step, f"{step:.3g} s", f"{at}: one token each of {number} sequences")
-        self._add("tokens_per_s", number / step, f"{number / step:,.0f}", f"bound: {number} / decode_step_s")
-        self.notes.append("Speeds are bounds, of which a part is reached: measure one replica, and give --measured.")
-        if step < LAUNCHES_S:
-            self.notes.append("So small a model is bound by launches and the host, which are not counted: measure it.")
-        if load.rate is not None:
-            requests = speed.requests_per_s(number, load.prompt, load.output)
-            source = f"bound: prefill_s, then {load.output} steps, {number} sequences at a time"
-            self._add("requests_per_s", requests, f"{requests:.3g}", source)
-            self._add_replicas(requests, "bound: at least, the rate / requests_per_s")
-
-    def _add_replicas(self, requests: float, source: str) -> None:
-        if self._load.rate is not None:
-            replicas = math.ceil(self._load.rate / requests)
-            self._add("replicas_for_rate", replicas, f"{replicas:,}", f"{source}; for {self._load.rate:g} requests/s")
-
-    def _describe_others(self, weights: int, total: int, num_parameters: int) -> None:
+    def _describe_others(self, weights: int, total: int) -> None:
         """Say what is known of a model without a KV cache of the continuous engine."""
-        task, load = self._found.task, self._load
+        task = self._found.task
         if weights > USED_FRACTION * total:
             self.notes.append("The weights do not fit: use a smaller --dtype, or a larger machine.")
         if task is None or task.auto_class == SPEECH:
@@ -214,12 +153,6 @@ class SizeReport:
             )
         else:
             self._describe_encoder()
-        if task is not None and num_parameters and task.auto_class != SPEECH and self._has_bound():
-            flop, card = 2 * num_parameters * load.prompt, CARDS[self._gpu]
-            requests = card.tflops * TERA / flop
-            source = f"bound by the card's peak: {load.prompt} tokens of 2 operations a parameter"
-            self._add("requests_per_s", requests, f"{requests:,.3g}", source)
-            self._add_replicas(requests, "bound: at least, the rate / requests_per_s")
 
     def _describe_encoder(self) -> None:
         config, settings = self._found.config.get_text_config(), self._found.settings

@@ -115,10 +115,8 @@ def test_a_config_without_a_dtype_has_that_of_the_files(checkpoint: Path, tmp_pa
     assert sizes(folder, "--gpu=h100") == sizes(checkpoint, "--gpu=h100") | {"model": str(folder)}
 
 
-def test_a_load_and_a_card_have_replicas(checkpoint: Path) -> None:
-    found = sizes(
-        checkpoint, "--gpu=H100", "--context=128", "--concurrency=5000000", "--rate=1e6", "--input=99", "--output=9"
-    )
+def test_sequences_and_a_card_have_replicas(checkpoint: Path) -> None:
+    found = sizes(checkpoint, "--gpu=H100", "--context=128", "--concurrency=5000000")
     per_token = 2 * 2 * 2 * 16 * 2
     assert found["kv_cache_bytes_per_token"] == per_token
     room = int(80e9 * 0.9) - found["weights_bytes"]
@@ -126,25 +124,6 @@ def test_a_load_and_a_card_have_replicas(checkpoint: Path) -> None:
     running = min(found["max_sequences"], 4096)  # the setting's bound
     assert found["replicas_for_concurrency"] == -(-5_000_000 // running)
     assert found["settings"]["max_num_seqs"] <= 4096
-    assert found["replicas_for_rate"] == -(-1_000_000 // found["requests_per_s"])
-    assert set(found["estimates"]) == {
-        "prefill_s",
-        "decode_step_s",
-        "tokens_per_s",
-        "requests_per_s",
-        "replicas_for_rate",
-    }
-    running = found["settings"]["max_num_seqs"]
-    assert found["estimates"]["decode_step_s"] == (
-        f"bound by all of the card's bandwidth and peak: one token each of {running} sequences"
-    )
-
-
-def test_a_measured_speed_is_no_estimate(checkpoint: Path) -> None:
-    found = sizes(checkpoint, "--measured=2.5", "--rate=11", "--input=9", "--output=9")
-    assert found["replicas_for_rate"] == 5
-    assert found["estimates"] == {}
-    assert "prefill_s" not in found
 
 
 def test_a_table_says_where_figures_come_from(checkpoint: Path) -> None:
@@ -152,20 +131,16 @@ def test_a_table_says_where_figures_come_from(checkpoint: Path) -> None:
     assert lines[0] == ["figure", "value", "from"]
     sources = {line[0]: line[2] for line in lines if len(line) == 3}
     assert sources["memory_bytes"] == "l4: NVIDIA L4 data sheet"
-    assert sources["decode_step_s"].startswith("bound by all ")
-    assert not sources["max_sequences"].startswith("bound")
+    assert sources["max_sequences"] == "of 256 tokens at a time"
 
 
 NOTES: dict[str, tuple[tuple[str, ...], str]] = {
-    "a CPU": ((), "No speed is known on a CPU"),
-    "float32": (("--gpu=t4", "--dtype=float32"), "No speed is known in float32"),
     "the batch engine": (("--set", "engine=batch"), "Its keys and values are those of transformers' generate"),
     "quantised at load": (
         ("--gpu=t4", "--set", 'quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": true}'),
         "The weights are those before quantization_config quantises them.",
     ),
     "little": (("--gpu=t4", "--set", "gpu_memory_fraction=0.00001"), "Not one such sequence fits"),
-    "a small model": (("--gpu=t4",), "bound by launches and the host"),
 }
 
 
@@ -213,10 +188,10 @@ def test_a_model_folder_has_its_settings(checkpoint: Path, tmp_path: Path, make_
 
 def test_an_encoder_has_no_cache(tmp_path: Path) -> None:
     encoder = build_tiny_encoder(tmp_path / "bert", "embeddings")
-    found = sizes(encoder, "--gpu=l4", "--dtype=float16", "--rate=1e9", "--input=16")
+    found = sizes(encoder, "--gpu=l4", "--dtype=float16")
     assert "max_sequences" not in found
     assert found["activation_bytes"] == 16384 * (4 * 64 + 2 * 128) * 2
-    assert found["replicas_for_rate"] >= 1
+    assert found["estimates"].keys() == {"activation_bytes"}
     assert "up to 4096 inputs (max_waiting_prompts)" in found["notes"][0]
 
 
@@ -326,16 +301,6 @@ WRONG: dict[str, tuple[list[str], int, str]] = {
         2,
         "--context must be <= 256, the model's own context, got 257",
     ),
-    "a longer request": (
-        [CHECKPOINT, "--rate=1", "--input=200", "--output=57"],
-        2,
-        "--input and --output must be <= 256 together, the context, got 257",
-    ),
-    "no tokens of a request": ([CHECKPOINT, "--rate=1"], 2, "--rate needs the tokens of a request: give --input"),
-    "no tokens of a completion": ([CHECKPOINT, "--rate=1", "--input=9"], 2, "give --output"),
-    "no number": ([CHECKPOINT, "--rate=nan", "--input=9"], 2, "--rate must be a number, got nan"),
-    "an endless rate": ([CHECKPOINT, "--measured=inf"], 2, "inf is not in the range"),
-    "hardly a request": ([CHECKPOINT, "--measured=1e-308"], 2, "1e-308 is not in the range"),
     "too many tokens": (["HUGE"], 1, "the model"),
     "no sequences": ([CHECKPOINT, "--concurrency=0"], 2, "0 is not in the range x>=1"),
     "a dtype twice": (
@@ -403,7 +368,6 @@ def test_cards_have_a_source_and_plausible_figures() -> None:
     for card in CARDS.values():
         assert "NVIDIA" in card.source
         assert 10 < card.memory_gb < 300
-        assert 20 < card.tflops * 1000 / card.bandwidth_gb_s < 500, "operations a byte"
 
 
 # --- the documents ------------------------------------------------------------------------------------------------

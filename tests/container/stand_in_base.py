@@ -5,6 +5,10 @@ NVIDIA's image has 20 GB and is in a registry that a test machine may not reach.
 tritonserver of the nvidia-pytriton wheel, arranged as in NVIDIA's image: /opt/tritonserver on PATH, the user
 triton-server with id 1000 and no home, an entrypoint that executes its arguments, a Python that pip may change.
 
+That Python is Debian's 3.11. PYTHON312 in the environment names a 3.12, as NVIDIA's is, with its libpython beside it:
+a copy of it takes that place. torch's CPU wheel for it must be in a folder of pip's find-links; elsewhere there is a
+CUDA build of 6 GB alone.
+
 It also has the host's pip settings with their constraints and, if they name a folder of wheels, the torch wheel in
 that folder, which is the CPU build on a host without a GPU.
 
@@ -29,8 +33,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-SUITE, PYTHON = "bookworm", "3.11"  # Debian's suite, and the version of its python3
-PACKAGES = ["ca-certificates", "curl", f"libpython{PYTHON}", "python3", "python3-pip"]
+SUITE = "bookworm"
+PACKAGES = ["ca-certificates", "curl", "libpython3.11", "python3", "python3-pip"]
+PYTHON312 = os.environ.get("PYTHON312", "")
+PYTHON = "3.12" if PYTHON312 else "3.11"
 CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
 WHEELS = "/opt/wheels"
 CONSTRAINTS = "/etc/pip_constraints.txt"
@@ -48,12 +54,14 @@ ADD root.tar /
 ENV PATH=/opt/tritonserver/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 COPY nvidia_pytriton.libs /nvidia_pytriton.libs
 COPY tritonserver /opt/tritonserver
+COPY python /usr/local
 COPY wheels {WHEELS}
 COPY entrypoint.sh /opt/nvidia/nvidia_entrypoint.sh
 COPY pip.conf /etc/pip.conf
 COPY constraints.txt {CONSTRAINTS}
 COPY certificates.crt {CERTIFICATES}
 RUN useradd --uid 1000 --no-create-home triton-server
+RUN ldconfig && if command -v python3.12; then python3.12 -m ensurepip --default-pip; fi
 ENV PIP_BREAK_SYSTEM_PACKAGES=1
 WORKDIR /opt/tritonserver
 ENTRYPOINT ["/opt/nvidia/nvidia_entrypoint.sh"]
@@ -132,6 +140,7 @@ def image_tag(settings: Mapping[str, str]) -> str:
     parts = [
         Path(__file__).read_bytes(),
         importlib.metadata.version("nvidia-pytriton").encode(),
+        PYTHON312.encode(),
         json.dumps(settings, sort_keys=True).encode(),
         constraints(settings).encode(),
         *(wheel.name.encode() for wheel in torch_wheels(settings)),
@@ -144,6 +153,7 @@ def lay_out_context(context: Path, settings: Mapping[str, str]) -> None:
     """Write the build context of the image."""
     _make_debian(context / "root.tar")
     _copy_tritonserver(context)
+    _copy_python(context / "python")
     (context / "wheels").mkdir()
     for wheel in torch_wheels(settings):
         shutil.copy(wheel, context / "wheels")
@@ -161,6 +171,22 @@ def lay_out_context(context: Path, settings: Mapping[str, str]) -> None:
 def _make_debian(archive: Path) -> None:
     command = ["mmdebstrap", "--quiet", "--variant=minbase", f"--include={','.join(PACKAGES)}", SUITE, str(archive)]
     subprocess.run(command, check=True, stdout=sys.stderr)
+
+
+def _copy_python(target: Path) -> None:
+    """The Python of PYTHON312 without its packages; an empty folder if there is none."""
+    target.mkdir()
+    if not PYTHON312:
+        return
+    command = [PYTHON312, "-c", "import sys; print(sys.base_prefix)"]
+    source = Path(subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip())
+    files = [*source.glob(f"lib/libpython{PYTHON}.so*"), *source.glob("bin/python3*")]
+    for file in files:
+        copy = target / file.relative_to(source)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copy(file, copy, follow_symlinks=False)
+    ignored = shutil.ignore_patterns("site-packages", "test", "__pycache__", "config-*")
+    shutil.copytree(source / "lib" / f"python{PYTHON}", target / "lib" / f"python{PYTHON}", ignore=ignored)
 
 
 def _copy_tritonserver(context: Path) -> None:
@@ -181,6 +207,8 @@ def _copy_tritonserver(context: Path) -> None:
 def main() -> None:
     engine, environment = find_engine()
     settings = pip_settings()
+    if PYTHON312 and not torch_wheels(settings):
+        sys.exit("no folder of pip's find-links has torch's CPU wheel for Python 3.12: leave PYTHON312 out")
     image = image_tag(settings)
     if not _succeeds([engine, "image", "inspect", image], environment):
         with tempfile.TemporaryDirectory() as context:
