@@ -66,7 +66,7 @@ def in_typed_words(error: HubError) -> HubError:
 def _progress(name: str) -> Iterator[Callable[[Event], None]]:
     """Show a download: a bar on a terminal, otherwise the library's own log lines."""
     if not sys.stderr.isatty():
-        with _log_lines():
+        with log_lines():
             yield lambda event: None
         return
     from rich.console import Console
@@ -103,7 +103,7 @@ def _progress(name: str) -> Iterator[Callable[[Event], None]]:
 
 
 @contextlib.contextmanager
-def _log_lines() -> Iterator[None]:
+def log_lines() -> Iterator[None]:
     """Print what the library logs about a download, one line each."""
 
     class Lines(logging.Handler):
