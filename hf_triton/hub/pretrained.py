@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib.util
+import json
 import logging
 import re
 import typing
@@ -381,6 +382,13 @@ def _quantization(settings: ModelSettings, *, is_undone: bool = False) -> Any:
     """The setting as transformers' own object, which may also say how a quantised checkpoint is loaded."""
     from transformers.quantizers.auto import AutoQuantizationConfig
 
+    kind = json.dumps(settings.quantization_config.get("quant_type"))
+    if "Float8DynamicActivation" in kind and not computes_fp8():  # which torchao says where nobody reads it
+        raise CheckpointError(
+            "device_unavailable",
+            "the setting quantization_config has torchao compute in FP8, which needs a GPU of CUDA capability 8.9 (L4, "
+            "RTX 40, H100) or later: use one, or another method",
+        )
     build: Any = AutoQuantizationConfig.from_dict
     return build(settings.quantization_config | ({"dequantize": True} if is_undone else {}))
 

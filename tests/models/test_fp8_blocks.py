@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_triton.errors import CheckpointError
-from hf_triton.hub import blocks, pretrained
+from hf_triton.hub import pretrained
 from hf_triton.hub.pretrained import load_config, load_model
 from hf_triton.settings import ModelSettings
 from hf_triton.testing import LoopbackHub, build_tiny_checkpoint
@@ -23,7 +23,6 @@ from tests.support.fp8_blocks import (
     CONFIG,
     KERNEL,
     edit_config,
-    narrow,
     quantize,
     widen,
     write_kernel,
@@ -175,9 +174,10 @@ def test_without_kernels_a_gpu_widens_and_says_so(
 @pytest.mark.usefixtures("gpu")
 def test_a_model_is_not_quantised_without_kernels(tmp_path: Path) -> None:
     folder = build_tiny_checkpoint(tmp_path / "plain", "llama")
+    own = ModelSettings(huggingface_model=str(folder), quantization_config={"quant_method": "fp8"})
+    config = load_config(folder, own)
     with pytest.raises(CheckpointError, match=r"fp8 needs the package kernels .*; or leave out the setting quantiz"):
-        own = ModelSettings(huggingface_model=str(folder), quantization_config={"quant_method": "fp8"})
-        load_model(folder, load_config(folder, own), own, {"": "meta"})
+        load_model(folder, config, own, {"": "meta"})
 
 
 @pytest.mark.usefixtures("gpu")

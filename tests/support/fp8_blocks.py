@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 BLOCK = (128, 128)
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 KERNEL = "kernels-community/finegrained-fp8"
-STAND_IN = '''
+STAND_IN = """
 import importlib.metadata, importlib.util, sys
 from pathlib import Path
 
@@ -42,9 +42,9 @@ def get_local_kernel(folder):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-'''
+"""
 """What transformers imports of the package kernels, whose `get_kernel` fetches as that does."""
-IN_PYTORCH = '''
+IN_PYTORCH = """
 import torch
 
 def matmul_2d(states, weight, scales, block, dtype, activation_scale=None):
@@ -62,7 +62,7 @@ def matmul_batched(*args, **kwargs):
     raise NotImplementedError
 
 matmul_grouped = matmul_batched
-'''
+"""
 
 
 def widen(weight: torch.Tensor, scales: torch.Tensor, block: tuple[int, int] = BLOCK) -> torch.Tensor:
