@@ -70,7 +70,7 @@ def _pull_kernels(model: str, settings: ModelSettings) -> None:
             raise in_typed_words(error) from None
         folder = hub.find_config_folder()
         method = settings.quantization_config.get("quant_method")
-        if folder is not None and method is None:
+        if folder is not None and method is None and (folder / "config.json").exists():  # a GGUF file has none
             method = quantization_of(read_json(folder / "config.json")).get("quant_method")
         kernels = find_kernels(method)
         if not kernels:
