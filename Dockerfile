@@ -47,7 +47,21 @@ RUN if [ -n "${TRANSFORMERS}" ]; then \
     fi
 
 COPY . ./
-RUN pip install --no-cache-dir --no-deps --no-build-isolation . && rm -rf /tmp/hf_triton
+RUN pip install --no-cache-dir --no-deps --no-build-isolation .
+
+# Kernels of the Hub for checkpoints in blocks of FP8 and in MXFP4 (docs/quantisation.md), by the names of such models:
+# --build-arg KERNELS="Qwen/Qwen3-8B-FP8". Their commits are those of kernels.lock beside this file; without one, the
+# newest are taken and printed. A load fetches none.
+ARG KERNELS=
+ENV KERNELS_CACHE=/opt/hf_triton/kernels
+# hadolint ignore=SC2086
+RUN if [ -n "${KERNELS}" ]; then \
+      mkdir -p "${KERNELS_CACHE}" && { [ ! -f kernels.lock ] || cp kernels.lock "${KERNELS_CACHE}"; } \
+      && pip install --no-cache-dir --no-build-isolation --constraint constraints.txt '.[kernels]' \
+      && HF_HOME=/tmp/hf_home hf-triton pull --kernels ${KERNELS} && cat "${KERNELS_CACHE}/kernels.lock" \
+      && rm -rf /tmp/hf_home; \
+    fi \
+    && rm -rf /tmp/hf_triton
 
 # NVIDIA's image has an unprivileged user with id 1000 and no home. Its home is world-writable like /tmp, so that
 # `--user "$(id -u):$(id -g)"` works too. The link makes mounts at /root/.cache/huggingface, as in Triton's tutorial,

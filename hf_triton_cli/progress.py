@@ -17,7 +17,7 @@ from hf_triton.folders.download import Event
 def show_download(name: str) -> Iterator[Callable[[Event], None]]:
     """Show a download: a bar on a terminal, otherwise the library's own log lines."""
     if not sys.stderr.isatty():
-        with _log_lines():
+        with log_lines():
             yield lambda event: None
         return
     from rich.console import Console
@@ -54,7 +54,7 @@ def show_download(name: str) -> Iterator[Callable[[Event], None]]:
 
 
 @contextlib.contextmanager
-def _log_lines() -> Iterator[None]:
+def log_lines() -> Iterator[None]:
     """Print what the library logs about a download, one line each."""
 
     class Lines(logging.Handler):

@@ -11,10 +11,11 @@ import click
 
 from hf_triton.errors import HubError
 from hf_triton.folders.download import fetch, in_typed_words, unused_files, use_standard_cache
+from hf_triton.folders.kernels import fetch_kernels
 from hf_triton.folders.model_folder import check_settings, model_settings
 from hf_triton.folders.staging import publish, staging_folder
 from hf_triton_cli.options import SET
-from hf_triton_cli.progress import show_download
+from hf_triton_cli.progress import log_lines, show_download
 from hf_triton_cli.tables import size_words
 
 
@@ -25,14 +26,27 @@ from hf_triton_cli.tables import size_words
     type=click.Path(file_okay=False, path_type=Path),
     help="Copy the checkpoint there, as plain files; huggingface_model may be this path.",
 )
+@click.option(
+    "--kernels",
+    "has_kernels",
+    is_flag=True,
+    help="Fetch the kernels that compute MODEL's quantisation on a GPU (FP8 in blocks, MXFP4), and not MODEL.",
+)
 @SET
-def pull(models: Sequence[str], into_folder: Path | None, settings: Mapping[str, str]) -> None:
+def pull(models: Sequence[str], into_folder: Path | None, has_kernels: bool, settings: Mapping[str, str]) -> None:
     """Download MODEL, a Hub name with :QUANTISATION and @REVISION or without, unless the cache has it."""
+    if has_kernels and into_folder is not None:
+        raise click.UsageError("--kernels and --into-folder exclude each other")
     if into_folder is not None and (len(models) > 1 or (into_folder.exists() and any(into_folder.iterdir()))):
         raise click.UsageError("--into-folder takes one model and a folder that is empty or does not exist")
     use_standard_cache()
     for model in models:
         loaded = check_settings(model_settings(model, settings)).settings
+        if has_kernels:
+            with log_lines():
+                for line in fetch_kernels(model, loaded):
+                    click.echo(line)
+            continue
         try:
             folder = fetch(Path.cwd(), loaded, show_download)
         except HubError as error:

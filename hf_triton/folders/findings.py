@@ -29,9 +29,10 @@ from hf_triton.folders.model_folder import TASKS
 from hf_triton.folders.own_code import own_class
 from hf_triton.folders.sizes import build_without_weights, dtype_name, loaded_bytes, read_dtype
 from hf_triton.folders.tensors import check_tensors
+from hf_triton.hub.blocks import check_scales
 from hf_triton.hub.failures import FOLDER_HINT, explain_download
 from hf_triton.hub.kind import find_task
-from hf_triton.hub.pretrained import gguf_of, is_quantized
+from hf_triton.hub.pretrained import gguf_of, is_quantized, stored_quantization
 from hf_triton.hub.resolve import Hub
 from hf_triton.hub.sizes import check_sizes
 from hf_triton.hub.spec import CheckpointSpec
@@ -253,10 +254,12 @@ class FolderCheck:
             self._add("quantisation", "ok", f"GGUF, undone at load: the weights become {dtype}")
         with self._errors("quantisation"):
             if quantization := check_quantization(model_config, settings):
-                method, is_undone = quantization
-                self._add("quantisation", "ok", f"{method}, undone at load on this machine" if is_undone else method)
+                method, is_undone, why = quantization
+                sentence = f"{method}, undone at load{f', since {why}' if why else ' on this machine'}"
+                self._add("quantisation", "warning" if why else "ok", sentence if is_undone else method)
         if settings.has_weights and settings.load_format == "auto" and settings.runtime == "torch":
             with self._errors("weights"):
+                check_scales(checkpoint, stored_quantization(model_config), settings)
                 if check_tensors(checkpoint, model_config, settings, auto_class_name):
                     self._add("weights", "ok", "the tensors of the model")
         if settings.has_weights:

@@ -29,6 +29,7 @@ from hf_triton.files import ADAPTER_IS_PICKLE, ADAPTER_PICKLE
 from hf_triton.hub.failures import Failure, explain_download, incomplete_on_hub, is_transient, one_line
 from hf_triton.hub.gguf import choose_gguf
 from hf_triton.hub.headers import write_header
+from hf_triton.hub.kernels import fitting_builds
 from hf_triton.hub.kind import describe_other_kind
 from hf_triton.hub.sentence_names import SPARSE_LINEAR, files_of_modules
 from hf_triton.hub.snapshot import (
@@ -98,6 +99,8 @@ class Downloader:
         """
         spec = self._spec
         commit, sizes = self._list_files()
+        if spec.repo_type == "kernel":
+            return self._fetch(fitting_builds(sizes), sizes, commit)
         if spec.files:
             missing = [name for name in spec.files if name not in sizes]
             if missing and ADAPTER_PICKLE in sizes:
@@ -162,8 +165,9 @@ class Downloader:
         """The commit behind the revision, and the sizes of its files in bytes."""
         spec = self._spec
         revision = None if spec.revision == "main" else spec.revision
-        commit = _retry(lambda: self._api.model_info(spec.name, revision=revision)).sha or spec.revision
-        tree = _retry(lambda: list(self._api.list_repo_tree(spec.name, recursive=True, revision=commit)))
+        of: dict[str, Any] = {"repo_type": spec.repo_type}
+        commit = _retry(lambda: self._api.repo_info(spec.name, revision=revision, **of)).sha or spec.revision
+        tree = _retry(lambda: list(self._api.list_repo_tree(spec.name, recursive=True, revision=commit, **of)))
         files: dict[str, Any] = {entry.path: entry for entry in tree if hasattr(entry, "size")}
         self._checksums = {name: file.lfs.sha256 if file.lfs else file.blob_id for name, file in files.items()}
         return commit, {name: file.size for name, file in files.items()}
@@ -188,7 +192,8 @@ class Downloader:
     def _fetch(self, names: list[str], sizes: Mapping[str, int], commit: str) -> Path:
         """Download files that are not cached, and verify them; returns the snapshot folder."""
         if not names:
-            raise incomplete_on_hub(self._spec, ["file of a model"])
+            part = "build for this processor and PyTorch" if self._spec.repo_type == "kernel" else "file of a model"
+            raise incomplete_on_hub(self._spec, [part])
         self.check_disk_space({name: sizes[name] for name in names}, commit)
         snapshot = self._repository / "snapshots" / commit
         marks = {name: unchecked_mark(snapshot, name) for name in names}
@@ -229,8 +234,8 @@ class Downloader:
     def _download(self, name: str, revision: str) -> Path:
         from huggingface_hub import hf_hub_download
 
-        bar, cache = self._progress.bar_class(), self._cache_dir
-        fetch = partial(hf_hub_download, self._spec.name, name, revision=revision, cache_dir=cache, tqdm_class=bar)
+        spec, given = self._spec, {"cache_dir": self._cache_dir, "tqdm_class": self._progress.bar_class()}
+        fetch = partial(hf_hub_download, spec.name, name, repo_type=spec.repo_type, revision=revision, **given)
         return Path(_retry(fetch))
 
     def _download_verified(self, name: str, commit: str, mark: Path) -> Path:

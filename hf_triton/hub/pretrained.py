@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib.util
+import json
 import logging
 import re
 import typing
@@ -19,11 +20,13 @@ from typing import Any, Final
 
 from hf_triton.errors import CheckpointError, LoadError, clip
 from hf_triton.files import read_json
+from hf_triton.hub.blocks import BLOCK, check_scales, whole_blocks
 from hf_triton.hub.gguf import find_gguf
 from hf_triton.hub.gguf_config import apply_header
 from hf_triton.hub.gguf_header import check_gguf
 from hf_triton.hub.gguf_tokenizer import mend_tokenizer
 from hf_triton.hub.imports import hidden
+from hf_triton.hub.kernels import CAPABILITIES, describe_lack, use_pulled
 from hf_triton.hub.kind import find_tasks
 from hf_triton.hub.load_failures import explain_load
 from hf_triton.hub.sentence_names import SPARSE_LINEAR
@@ -239,6 +242,11 @@ def _load_model(
         with loading("the model", settings, folder):
             return _with_attention(settings, _dummy_loader(auto_class, config, settings, device_map))
     check_sizes(auto_class, folder, config, settings)
+    check_scales(folder, stored_quantization(config), settings)
+    use_pulled()
+    why = undo_without_kernels(config, settings, is_on_cpu=device_map == {"": "cpu"})
+    if why is not None:
+        logger.warning("%s: its quantisation is undone at load, since %s", settings.huggingface_model, why)
     arguments: dict[str, Any] = {
         "config": config,
         "dtype": settings.dtype,
@@ -257,13 +265,16 @@ def _load_model(
     with (
         loading(f"the weights of {gguf}" if gguf else "the weights", settings, folder),
         hidden(["kernels"] if gguf else ()),
+        whole_blocks(stored_quantization(config)),
     ):
         if settings.quantization_config:
-            arguments["quantization_config"] = _quantization(settings)
+            arguments["quantization_config"] = _quantization(settings, is_undone=why is not None)
         model, info = _with_attention(
             settings, lambda attention: auto_class.from_pretrained(folder, attn_implementation=attention, **arguments)
         )
         _decompress(model)
+    if why is not None:
+        logger.info("the weights take %.2f GB", model.get_memory_footprint(return_buffers=False) / 1e9)
     check_weights(settings, info, model, is_headless=auto_class_name == "AutoModel")
     check_finite(settings, model)
     return model
@@ -274,11 +285,62 @@ def is_quantized(config: Any) -> bool:
     return any(getattr(part, "quantization_config", None) for part in (config, config.get_text_config()))
 
 
-def check_quantization(config: Any, settings: ModelSettings) -> tuple[str, bool] | None:
+def stored_quantization(config: Any) -> dict[str, Any]:
+    """The quantisation of a checkpoint on disk; empty: there is none. The config's own object, if that is a dict."""
+    found = (getattr(part, "quantization_config", None) for part in (config, config.get_text_config()))
+    return next((each for each in found if isinstance(each, dict)), {})
+
+
+def undo_without_kernels(config: Any, settings: ModelSettings, *, is_on_cpu: bool = False) -> str | None:
+    """Have a checkpoint's quantisation undone at load, if this machine has not what computes it.
+
+    transformers does so without a GPU; with one it fetches kernels of the Hub, at the first request.
+
+    Args:
+        config: The model's, which then says so.
+        settings: The model's.
+        is_on_cpu: Whether the model is placed there, beside a GPU.
+
+    Returns:
+        Why it is undone; None: it is not, or transformers knows itself.
+
+    Raises:
+        CheckpointError: The setting asks for a quantisation that this machine cannot compute.
+    """
+    import torch
+
+    own = stored_quantization(config)
+    wanted = own | settings.quantization_config
+    method = str(wanted.get("quant_method"))
+    if wanted.get("dequantize") or method not in CAPABILITIES or not torch.cuda.is_available():
+        return None
+    if torch.cuda.get_device_capability() < CAPABILITIES[method]:
+        return None
+    why = f"{method} is not computed on a CPU" if is_on_cpu else describe_lack(method, settings.huggingface_model)
+    rows, block = _rows_of_experts(config), wanted.get("weight_block_size", BLOCK)
+    if why is None and method == "fp8" and rows and block and rows % block[0]:
+        why = f"its experts have {rows} rows, no whole blocks of {block[0]}, and transformers joins two of them"
+    if why is not None and not own:
+        raise CheckpointError("checkpoint_invalid", f"{why}; or leave out the setting quantization_config")
+    if why is not None:
+        own["dequantize"] = True
+    return why
+
+
+def _rows_of_experts(config: Any) -> int | None:
+    """Rows of an expert's first matrices; None: there are no experts."""
+    text = config.get_text_config()
+    has_experts = any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    names = ("moe_intermediate_size", "intermediate_size") if has_experts else ()
+    return next((rows for name in names if isinstance(rows := getattr(text, name, None), int)), None)
+
+
+def check_quantization(config: Any, settings: ModelSettings) -> tuple[str, bool, str | None] | None:
     """Check without weights that transformers can load what is, or is to be, quantised.
 
     Returns:
-        The method of quantisation, and whether it is undone at load for want of a GPU; None if there is none.
+        The method of quantisation, whether it is undone at load, and why, if it is for want of kernels; None if there
+        is none.
 
     Raises:
         CheckpointError: A package or a GPU is missing, or the setting is wrong.
@@ -289,15 +351,17 @@ def check_quantization(config: Any, settings: ModelSettings) -> tuple[str, bool]
     from transformers.quantizers import auto
 
     device_map = {"": "cuda" if torch.cuda.is_available() else "cpu"}
+    config = copy.deepcopy(config)
     with loading("the weights", settings):
-        wanted = _quantization(settings) if settings.quantization_config else None
+        why = undo_without_kernels(config, settings)
+        wanted = _quantization(settings, is_undone=why is not None) if settings.quantization_config else None
         find: Any = auto.get_hf_quantizer
-        quantizer = find(copy.deepcopy(config), wanted, device_map, weights_only=True, user_agent={})[0]
+        quantizer = find(config, wanted, device_map, weights_only=True, user_agent={})[0]
     if quantizer is None:
         return None
     method = quantizer.quantization_config.quant_method
     is_undone = bool(getattr(quantizer.quantization_config, "dequantize", False))
-    return str(getattr(method, "value", method)), is_undone
+    return str(getattr(method, "value", method)), is_undone, why
 
 
 def check_attention(auto_class: Any, config: Any, settings: ModelSettings) -> None:
@@ -314,12 +378,19 @@ def check_attention(auto_class: Any, config: Any, settings: ModelSettings) -> No
         auto_class.from_config(config, dtype=torch.bfloat16, attn_implementation=settings.attn_implementation)
 
 
-def _quantization(settings: ModelSettings) -> Any:
+def _quantization(settings: ModelSettings, *, is_undone: bool = False) -> Any:
     """The setting as transformers' own object, which may also say how a quantised checkpoint is loaded."""
     from transformers.quantizers.auto import AutoQuantizationConfig
 
+    kind = json.dumps(settings.quantization_config.get("quant_type"))
+    if "Float8DynamicActivation" in kind and not computes_fp8():  # which torchao says where nobody reads it
+        raise CheckpointError(
+            "device_unavailable",
+            "the setting quantization_config has torchao compute in FP8, which needs a GPU of CUDA capability 8.9 (L4, "
+            "RTX 40, H100) or later: use one, or another method",
+        )
     build: Any = AutoQuantizationConfig.from_dict
-    return build(dict(settings.quantization_config))
+    return build(settings.quantization_config | ({"dequantize": True} if is_undone else {}))
 
 
 def _decompress(model: Any) -> None:
@@ -339,10 +410,9 @@ def _prefer_fp8(config: Any) -> None:
 
     The setting `quantization_config` comes before it.
     """
-    for part in (config, config.get_text_config()):
-        found = getattr(part, "quantization_config", None)
-        if isinstance(found, dict) and found.get("quant_method") == "compressed-tensors" and computes_fp8():
-            found.setdefault("use_optimized_inference", True)
+    found = stored_quantization(config)
+    if found.get("quant_method") == "compressed-tensors" and computes_fp8():
+        found.setdefault("use_optimized_inference", True)
 
 
 def computes_fp8() -> bool:

@@ -150,6 +150,20 @@ class Hub:
         name, _, revision = source.partition("@") if not CheckpointSpec(source).is_local else (source, "", "")
         return self._resolve(CheckpointSpec(name, revision or "main", setting="adapters", files=ADAPTER_FILES))
 
+    def fetch_kernel(self, kernel: CheckpointSpec, cache: Path) -> Path:
+        """Download a kernel of the Hub; returns its folder in the cache.
+
+        Raises:
+            LoadError: It cannot be downloaded.
+        """
+        if is_offline(self._environment):
+            raise HubError(
+                "offline_and_not_cached",
+                f"the kernel {kernel.name} ({kernel.revision}) is not in {cache}, and HF_HUB_OFFLINE forbids a "
+                "download: unset it once, or mount a cache that has it",
+            )
+        return self._download_to(cache, kernel)
+
     def _warn_of_unused_settings(self) -> None:
         settings = self._settings
         model_is_local = CheckpointSpec(settings.huggingface_model).is_local

@@ -27,6 +27,8 @@ class CheckpointSpec:
     """A GGUF file that has config, tokenizer and weights: its name, or the end of it."""
     headers_only: bool = False
     """Whether of weights the headers alone are needed: the files are as long as the Hub's and otherwise empty."""
+    repo_type: str = "model"
+    """The Hub's kind of repository, `model` or `kernel`; of a kernel the builds for this machine are needed."""
     files: tuple[str, ...] = ()
     """The needed files, of what is no checkpoint; the other fields then say nothing."""
 
@@ -38,7 +40,7 @@ class CheckpointSpec:
     @property
     def cache_name(self) -> str:
         """The repository's folder in a cache of the Hub's client."""
-        return "models--" + self.name.replace("/", "--")
+        return f"{self.repo_type}s--" + self.name.replace("/", "--")
 
     @property
     def revision_setting(self) -> str:

@@ -187,9 +187,13 @@ def _hook_opaque(module: nn.Module) -> Iterator[Any]:
 
 
 def _is_fp8(module: nn.Module) -> bool:
-    """Whether it is a linear layer of compressed-tensors that rounds its input to 8 bits, magnifying differences."""
-    weight = module._parameters.get("weight")
-    return weight is not None and weight.dtype == torch.float8_e4m3fn and "weight_scale" in module._parameters
+    """Whether it is a linear layer that rounds its input to 8 bits, which magnifies differences.
+
+    Of compressed-tensors it has a scale for each output, or one for all; of transformers one for each block.
+    """
+    weight, names = module._parameters.get("weight"), {"weight_scale", "weight_scale_inv"}
+    is_linear = isinstance(module, nn.Linear) and bool(names & module._parameters.keys())
+    return is_linear and weight is not None and weight.dtype == torch.float8_e4m3fn
 
 
 def _forward_name(module: nn.Module) -> str:
@@ -198,8 +202,15 @@ def _forward_name(module: nn.Module) -> str:
 
 
 def _dequantised(module: Any, states: torch.Tensor) -> torch.Tensor:
-    """A layer's product with its weights in float32; the scale is one for each output, or one for all."""
-    weight = module.weight.float() * module.weight_scale.float().view(-1, 1)
+    """A layer's product with its weights in float32."""
+    blocks = module._parameters.get("weight_scale_inv")
+    if blocks is None:
+        scale = module.weight_scale.float().view(-1, 1)
+    else:
+        scale = blocks.float()
+        for axis, size in enumerate(module.block_size or ()):  # the last block may be cut
+            scale = scale.repeat_interleave(size, axis).narrow(axis, 0, module.weight.shape[axis])
+    weight = module.weight.float() * scale
     return nn.functional.linear(states.float(), weight, None if module.bias is None else module.bias.float())
 
 

@@ -21,16 +21,17 @@ from hf_triton.testing.http_server import Response
 from hf_triton.testing.repositories import Commit, HubFile, Repository, list_tree
 
 _REPO = r"(?P<repo>[^/]+(?:/[^/]+)??)"
+_TYPE = "(?:models|kernels)"
 _REVISION = r"(?P<revision>[^/]+)"
 _ROUTES: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(rf"/cdn/{_REPO}/(?P<revision>[0-9a-f]{{40}})/(?P<name>.+)"), "_get_cdn"),
     (re.compile(r"/api/whoami-v2"), "_get_whoami"),
-    (re.compile(rf"/api/models/{_REPO}/revision/{_REVISION}"), "_get_info"),
-    (re.compile(rf"/api/models/{_REPO}/tree/{_REVISION}(?:/(?P<under>.+))?"), "_get_tree"),
-    (re.compile(rf"/api/models/{_REPO}/refs"), "_get_refs"),
-    (re.compile(rf"/api/models/{_REPO}/auth-check"), "_get_auth_check"),
-    (re.compile(rf"/api/models/{_REPO}"), "_get_info"),
-    (re.compile(rf"/{_REPO}/resolve/{_REVISION}/(?P<name>.+)"), "_get_file"),
+    (re.compile(rf"/api/{_TYPE}/{_REPO}/revision/{_REVISION}"), "_get_info"),
+    (re.compile(rf"/api/{_TYPE}/{_REPO}/tree/{_REVISION}(?:/(?P<under>.+))?"), "_get_tree"),
+    (re.compile(rf"/api/{_TYPE}/{_REPO}/refs"), "_get_refs"),
+    (re.compile(rf"/api/{_TYPE}/{_REPO}/auth-check"), "_get_auth_check"),
+    (re.compile(rf"/api/{_TYPE}/{_REPO}"), "_get_info"),
+    (re.compile(rf"/(?:kernels/)?{_REPO}/resolve/{_REVISION}/(?P<name>.+)"), "_get_file"),
 )
 _NO_TOKEN = "Invalid username or password."
 _BAD_TOKEN = "Invalid credentials in Authorization header"

@@ -587,6 +587,24 @@ def test_quantisation_that_is_undone_at_load(folder: Path) -> None:
     assert size_of_weights(folder) == size
 
 
+def test_quantisation_that_is_undone_for_want_of_kernels(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    edit_json(checkpoint_of(folder) / "config.json", quantization_config={"quant_method": "fp8"})
+    why = "fp8 needs the package kernels, not installed"
+    monkeypatch.setattr("hf_triton.hub.pretrained.undo_without_kernels", lambda *_: why)
+    assert findings(folder)["quantisation"] == ("warning", f"fp8, undone at load, since {why}")
+
+
+def test_fp8_without_scales_is_found(folder: Path) -> None:
+    checkpoint = checkpoint_of(folder)
+    tensors = load_file(checkpoint / "model.safetensors")
+    name = next(name for name in tensors if tensors[name].ndim == 2)
+    save_file(tensors | {name: tensors[name].to(torch.float8_e4m3fn)}, checkpoint / "model.safetensors")
+    edit_json(checkpoint / "config.json", quantization_config={"quant_method": "fp8"})
+    state, sentence = findings(folder)["weights"]
+    assert (state, sentence.startswith(f"{name} of ")) == ("error", True)
+    assert f"has no scales ({name}_scale_inv)" in sentence
+
+
 def test_an_encoder_has_no_kv_cache(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
     found = findings(make_folder(tmp_path, "mine", huggingface_model=real_checkpoint()))
     assert found["task"] == ("ok", "embeddings")

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`hf-triton new` writes folders that load as they are; `hf-triton pull` fills the cache or a folder."""
 
+import json
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ from hf_triton.settings import DEFAULT_MODELS
 from hf_triton.testing import LoopbackHub, TritonServer, build_tiny_checkpoint
 from tests.support.client import generate
 from tests.support.commands import hf_triton
+from tests.support.fp8_blocks import CONFIG, IN_PYTORCH, KERNEL, edit_config, write_kernel
 
 NAME = "Qwen/Qwen3-0.6B"
 GGUF = "acme/Tiny-GGUF"
@@ -89,7 +92,78 @@ def test_a_pulled_folder_serves_without_the_hub(hub: LoopbackHub, tmp_path: Path
         assert generate(server, "mine", "Hello").json()["text_output"]
 
 
+@pytest.fixture
+def blocks(hub: LoopbackHub, tmp_path: Path) -> tuple[Path, dict[str, str]]:
+    """A checkpoint in blocks of FP8, and an environment with a Hub that has its kernel."""
+    folder = build_tiny_checkpoint(tmp_path / "blocks", "qwen3")
+    edit_config(folder, quantization_config=CONFIG)
+    kernel = write_kernel(tmp_path / "kernel")
+    hub.add(KERNEL, kernel, revisions={"v4": kernel})
+    hub.requests.clear()
+    return folder, hub.environment() | {"HF_HOME": str(tmp_path / "home"), "KERNELS_CACHE": str(tmp_path / "kernels")}
+
+
+def kernel_requests(hub: LoopbackHub) -> list[str]:
+    return [request.path for request in hub.requests if KERNEL in request.path]
+
+
+def test_kernels_are_pulled_once_and_stay_at_their_commit(
+    hub: LoopbackHub, blocks: tuple[Path, dict[str, str]], tmp_path: Path
+) -> None:
+    folder, environment = blocks
+    lock = tmp_path / "kernels" / "kernels.lock"
+    done = hf_triton("pull", "--kernels", str(folder), **environment)
+    assert done.returncode == 0, done.stderr
+    commit = json.loads(lock.read_text())[KERNEL]
+    snapshot = tmp_path / "kernels" / "kernels--kernels-community--finegrained-fp8" / "snapshots" / commit
+    assert done.stdout == f"{lock}: {KERNEL} is locked at {commit} from now on\n{folder}: {snapshot}\n"
+    assert sorted(str(path.relative_to(snapshot)) for path in snapshot.rglob("*.*")) == [
+        "build/torch-cuda/__init__.py",
+        "build/torch-cuda/metadata.json",
+    ]
+    newer = write_kernel(tmp_path / "newer", "answer = 2\n")
+    hub.add(KERNEL, newer, revisions={"v4": newer})
+    hub.requests.clear()
+    assert hf_triton("pull", "--kernels", str(folder), **environment).stdout == f"{folder}: {snapshot}\n"
+    assert kernel_requests(hub) == []
+    shutil.rmtree(snapshot)
+    again = hf_triton("pull", "--kernels", str(folder), **environment)
+    assert again.stdout == f"{folder}: {snapshot}\n"
+    assert snapshot.joinpath("build/torch-cuda/__init__.py").read_text() == IN_PYTORCH
+    assert all(commit in path for path in kernel_requests(hub) if "/resolve/" in path)
+
+
+@pytest.mark.parametrize("text", ["{", '{"kernels-community/finegrained-fp8": "v4"}'])
+def test_a_damaged_lock_file_stops_a_pull(
+    text: str, hub: LoopbackHub, blocks: tuple[Path, dict[str, str]], tmp_path: Path
+) -> None:
+    folder, environment = blocks
+    lock = tmp_path / "kernels" / "kernels.lock"
+    lock.parent.mkdir()
+    lock.write_text(text)
+    done = hf_triton("pull", "--kernels", str(folder), **environment)
+    assert done.returncode == 1
+    assert f"{lock} is damaged: it must be a JSON object" in done.stderr
+    assert lock.read_text() == text
+    assert kernel_requests(hub) == []
+
+
+def test_kernels_without_a_hub(blocks: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
+    folder, environment = blocks
+    done = hf_triton("pull", "--kernels", str(folder), **environment, HF_HUB_OFFLINE="1")
+    assert done.returncode == 4
+    assert f"the kernel {KERNEL} (v4) is not in {tmp_path / 'kernels'}, and HF_HUB_OFFLINE forbids" in done.stderr
+
+
+def test_a_model_without_such_kernels(hub: LoopbackHub, tmp_path: Path) -> None:
+    environment = hub.environment() | {"HF_HOME": str(tmp_path / "home")}
+    done = hf_triton("pull", "--kernels", NAME, **environment)
+    assert done.stdout == f"{NAME}: no quantisation, for which no kernels of the Hub are needed\n"
+    assert not list((tmp_path / "home").rglob("*.safetensors"))
+
+
 WRONG = {
+    "kernels into a folder": (["pull", "--kernels", "a/b", "--into-folder=x"], 2, "exclude each other"),
     "existing folder": (["new", "here", "--model=a/b"], 2, "here exists: choose another name"),
     "no model": (["new", "mine"], 2, "give --model, or one of these as --task: text-generation, "),
     "a task without a default": (["new", "mine", "--task=rerank"], 2, "give --model, or one of these as --task: "),

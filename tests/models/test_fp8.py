@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FP8 checkpoints of compressed-tensors: computed in FP8 where a device can, which a CPU stands in for here."""
+"""FP8 of compressed-tensors and of torchao: computed where a device can, which a CPU stands in for here."""
 
 import copy
 from contextlib import closing
@@ -11,6 +11,7 @@ import torch
 from accelerate import dispatch_model
 from transformers import AutoModelForCausalLM
 
+from hf_triton.errors import CheckpointError
 from hf_triton.hub import pretrained
 from hf_triton.hub.pretrained import load_config, load_model
 from hf_triton.runner.float32 import in_float32
@@ -21,6 +22,11 @@ from tests.support.engine import Client, check, greedy_ids, start_engine
 
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore:You passed `quantization_config`")]
 WIDENED = {"quant_method": "compressed-tensors", "dequantize": True}
+PER_ROW = {"granularity": [{"_type": "PerRow", "_data": {}}, {"_type": "PerRow", "_data": {}}]}
+TORCHAO = {
+    "quant_method": "torchao",
+    "quant_type": {"default": {"_type": "Float8DynamicActivationFloat8WeightConfig", "_version": 2, "_data": PER_ROW}},
+}
 TOKENS = torch.tensor([[5, 6, 7, 8, 9]])
 
 
@@ -117,3 +123,38 @@ def test_the_engine_packs_it(model: Any) -> None:
     with closing(start_engine(model, max_num_seqs=4, context_length=64)) as engine:
         assert engine.runner.is_packed
         check(model, Client(engine), items, expected=greedy_ids(model, items))
+
+
+# --- bfloat16 to FP8 at load, by torchao ------------------------------------------------------------------------------
+
+
+def test_torchao_quantises_at_load_and_the_engine_packs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = build_tiny_checkpoint(tmp_path / "plain", "llama", eos_token_id=None)
+    plain = load(folder)
+    monkeypatch.setattr(pretrained, "computes_fp8", lambda: True)
+    monkeypatch.setattr("torchao.quantization.quant_api._check_hardware_support", lambda granularity: None)
+    model = load(folder, quantization_config=TORCHAO)
+    weights = {name: each for name, each in model.named_parameters() if type(each).__name__ == "Float8Tensor"}
+    assert len(weights) == 14
+    assert {each.qdata.dtype for each in weights.values()} == {torch.float8_e4m3fn}
+    expected = logits(plain)
+    assert 0.001 < float((logits(model) - expected).norm() / expected.norm()) < 0.25
+    widened = copy.deepcopy(plain).float()
+    for name, each in weights.items():
+        widened.get_parameter(name).data = each.dequantize().float()
+    with in_float32(model):
+        found = logits(model)
+    expected = logits(widened)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
+    items = [([5, 6, 7], SamplingParams(6)), ([8, 9, 10, 11, 12], SamplingParams(6))]
+    with closing(start_engine(model, max_num_seqs=4, context_length=64)) as engine:
+        assert engine.runner.is_packed
+        check(model, Client(engine), items, expected=greedy_ids(model, items))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_torchao_says_what_card_it_needs(tmp_path: Path) -> None:
+    folder = build_tiny_checkpoint(tmp_path / "plain", "llama")
+    with pytest.raises(CheckpointError, match=r"needs a GPU of CUDA capability 8.9 \(L4, RTX 40, H100\)") as error:
+        load(folder, quantization_config=TORCHAO)
+    assert error.value.code == "device_unavailable"

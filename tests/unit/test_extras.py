@@ -41,6 +41,7 @@ PLAIN, EXTRAS = PROJECT["dependencies"], PROJECT["optional-dependencies"]
 OPTIONAL = {
     "compressed-tensors": "quantized",
     "gguf": "gguf",
+    "kernels": "kernels",
     "matplotlib": "bench",
     "onnx-ir": "optimize",
     "onnxruntime": "onnx",
@@ -165,6 +166,7 @@ def test_a_models_process_needs_its_extra_alone(graph_of_imports: grimp.ImportGr
         "peft",
         "soundfile",
         "gguf",
+        "kernels",
         "onnx_ir",
         "onnxruntime",
         "openvino",
