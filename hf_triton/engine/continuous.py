@@ -81,6 +81,7 @@ class ContinuousBatchingEngine(GenerationWorker):
         )
         self.runner.warm_up()
         self.slower += capture_forwards(decoding, self.runner.device, lambda: self.runner.capture(max_num_seqs))
+        self.slower += self.runner.partly
         if self.runner.device.type == "cuda":
             prepare_draws(self.runner.run_token())
         traits = ModelTraits(

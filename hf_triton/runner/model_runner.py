@@ -7,8 +7,9 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,7 +19,8 @@ from hf_triton.runner.adapters import Adapters
 from hf_triton.runner.attention import TorchAttention, attention_configs, attention_of, register
 from hf_triton.runner.calling import cache_name
 from hf_triton.runner.cuda import capture_graphs, forward_context
-from hf_triton.runner.device_step import DeviceStep, step_sizes
+from hf_triton.runner.device_step import DeviceStep, StepSize, step_sizes
+from hf_triton.runner.experts import gathered_experts, gathering_sizes, why_experts_wait
 from hf_triton.runner.faults import described
 from hf_triton.runner.long_rope import LongRope, has_long_rope
 from hf_triton.runner.paged_cache import PagedCache
@@ -29,6 +31,8 @@ from hf_triton.runner.transfer import to_device
 
 if TYPE_CHECKING:
     from hf_triton.runner.cuda.graphs import StepGraph, StepGraphs
+
+logger = logging.getLogger(__name__)
 
 MAX_TABLES: Final = 2**20
 """Blocks of all tables of a captured step, 8 MiB of numbers; many sequences may share a prefix's blocks."""
@@ -87,6 +91,8 @@ class ModelRunner:
         """The most tokens of a sequence with LongRoPE's first set of frequencies; None: the model has one set."""
         self.cache = self._new_cache(1)
         self._graphs: StepGraphs | None = None
+        self.partly: list[str] = []
+        """Which small steps run eagerly though others are captured, and why; see `Worker.slower`."""
         self.is_packed = not self.cache.has_states
         """Whether the ranges of a step are one row; else each chunk is a forward, and one token of every sequence."""
 
@@ -140,31 +146,46 @@ class ModelRunner:
         reason = self._why_eager()
         if reason is not None:
             return reason
-        trial = [_trial_step(0, 3), _trial_step(3, 4), _trial_step(0, min(self.block_size, 16), min(8, max_sequences))]
+        sizes = step_sizes(max_sequences)
         try:
-            self._graphs = capture_graphs(
-                self._forward_on_device,
-                self.device,
-                sizes=step_sizes(max_sequences),
-                num_tables=min(max_sequences * self.cache.num_blocks, MAX_TABLES),
-            )
-            if all(self._replays_right(step) for step in trial):
-                return None
-            reason = "captured logits differ from eager ones of the same numbers"
+            return self._capture(sizes)
         except Exception as error:  # a model may do anything in its forward
-            reason = described(error)
-        self._graphs = None
+            reason = why_experts_wait(error, self.model.dtype, self.device)
+            if reason is None:
+                return described(error)
+        with suppress(Exception):
+            few = gathering_sizes(self.model, sizes)
+            with gathered_experts(self.model):
+                if few and self._capture(few) is None:
+                    self.partly.append(f"runs steps of {few[-1].num_tokens + 1} tokens or more eagerly, as {reason}")
+                    logger.warning("the model %s", self.partly[-1])
+                    return None
         return reason
 
-    def _replays_right(self, step: Step) -> bool:
-        """Whether a small step's replay gives what an eager forward of the same numbers gives."""
-        assert self._graphs is not None
+    def _capture(self, sizes: list[StepSize]) -> str | None:
+        """Capture the forwards of steps of these sizes, ascending; see `capture`."""
+        graphs = capture_graphs(
+            self._forward_on_device,
+            self.device,
+            sizes=sizes,
+            num_tables=min(sizes[-1].num_sequences * self.cache.num_blocks, MAX_TABLES),
+        )
+        num_ranges = min(8, sizes[-1].num_sequences)
+        trial = [_trial_step(0, 3), _trial_step(3, 4), _trial_step(0, min(self.block_size, 16), num_ranges)]
+        if not all(self._replays_right(graphs, step) for step in trial):
+            return "captured logits differ from eager ones of the same numbers"
+        self._graphs = graphs
+        return None
+
+    def _replays_right(self, graphs: StepGraphs, step: Step) -> bool:
+        """Whether a small step's replay, if there is one, gives what an eager forward of the same numbers gives."""
         tensors = StepTensors(step.ranges, self.block_size, self.device)
         rows = _logit_rows(step.ranges, tensors.bounds)
-        graph = self._find_graph(self._graphs, tensors, len(rows))
-        assert graph is not None
-        self._graphs.load(tensors.numbers(graph.size, rows))
-        return self._graphs.replays_right(graph)
+        graph = self._find_graph(graphs, tensors, len(rows))
+        if graph is None:
+            return True
+        graphs.load(tensors.numbers(graph.size, rows))
+        return graphs.replays_right(graph)
 
     def _why_eager(self) -> str | None:
         """Why no step of this model can be captured; None: it can be tried."""
@@ -172,7 +193,9 @@ class ModelRunner:
             return f"the model is on {self.device}"
         if self._is_split:
             return "the model is on several devices"
-        if not self.is_packed or self.way.gathers or self.way.prefills_whole:
+        if self.way.gathers:
+            return "the keys and values of each sequence are copied at every step, as for multi-head latent attention"
+        if not self.is_packed or self.way.prefills_whole:
             return "the model does not run as one packed row"
         if not all(layer.operation for layer in self.cache.paged_layers() if layer.blocks is not None):
             return "the device has no attention kernel for it"

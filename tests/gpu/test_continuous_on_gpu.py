@@ -63,14 +63,16 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_greedy_output_equals_generate_and_no_step_waits(name: str, waits: list[str], tmp_path: Path) -> None:
+def test_greedy_output_equals_generate_and_no_step_waits_but_for_experts(
+    name: str, waits: list[str], tmp_path: Path
+) -> None:
     plain = load(name, tmp_path)
     model = copy.deepcopy(plain).to("cuda")
     fuse(model)
     with closing(start_engine(model, max_num_seqs=5, context_length=128)) as engine:
         assert isinstance(engine, ContinuousBatchingEngine)
         check_beside_generate(engine, model if HAS_GPU else plain, 10)
-    assert waits == []
+    assert set(waits) <= {"aten._grouped_mm.default"}, "which waits in float32; see test_experts_on_gpu"
 
 
 @pytest.mark.parametrize("name", ["granite", "deepseek-v3", "phi3-longrope", "qwen3-next"])

@@ -5,8 +5,9 @@ import threading
 
 import pytest
 import torch
+from transformers.integrations import moe
 
-from tests.support.simulated_gpu import HAS_GPU, OnDevice, simulated_gpus
+from tests.support.simulated_gpu import HAS_GPU, Device, OnDevice, simulated_gpus
 
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="there is a real device")
 SYNCHRONIZING = "called a synchronizing CUDA operation"
@@ -84,6 +85,7 @@ def test_synchronizing_operations_raise(numbers: torch.Tensor) -> None:
         numbers.nonzero,
         lambda: bool(numbers.any()),
         lambda: numbers[numbers > 1],
+        lambda: numbers.clone().index_put_((numbers > 1,), numbers.view(-1)[2:]),
         lambda: numbers[[1]],
         lambda: torch.ones(2).to("cuda"),
         lambda: torch.ones(2).to("cuda", non_blocking=True),  # from memory that is not pinned
@@ -99,6 +101,7 @@ def test_synchronizing_operations_raise(numbers: torch.Tensor) -> None:
     index = torch.tensor([1], pin_memory=True).to("cuda", non_blocking=True)
     assert numbers[index].shape == (1, 3)
     assert torch.where(numbers > 1, numbers, 0).argmax(-1).is_cuda
+    numbers[numbers > 1] = 0  # a fill by a mask is no index
 
 
 def test_a_copy_that_does_not_wait_is_there_behind_its_event(numbers: torch.Tensor) -> None:
@@ -148,3 +151,29 @@ def test_a_graph_waits_for_nothing(numbers: torch.Tensor) -> None:
         with pytest.raises(RuntimeError, match=CAPTURING), torch.cuda.graph(torch.cuda.CUDAGraph()):
             wait()
     assert isinstance(numbers + 1, OnDevice)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "waits"),
+    [
+        *[(torch.bfloat16, capability, False) for capability in ((9, 0), (10, 0), (10, 3))],
+        *[(torch.bfloat16, capability, True) for capability in ((7, 5), (8, 0), (8, 9), (12, 0))],
+        *[(dtype, (9, 0), True) for dtype in (torch.float16, torch.float32)],
+    ],
+)
+def test_a_grouped_product_waits_but_in_bfloat16_on_some_gpus(
+    dtype: torch.dtype, capability: tuple[int, int], waits: bool, simulated: Device
+) -> None:
+    simulated.capability = capability
+    rows, weights = torch.ones(6, 16, dtype=dtype, device="cuda"), torch.ones(3, 16, 8, dtype=dtype, device="cuda")
+    ends = torch.arange(2, 7, 2, dtype=torch.int32).to("cuda")
+    assert moe._grouped_mm(rows, weights, ends).eq(16).all()
+    if not waits:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            product = moe._grouped_mm(rows, weights, ends)
+        graph.replay()
+        assert product.eq(16).all()
+        return
+    with pytest.raises(RuntimeError, match=CAPTURING), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        moe._grouped_mm(rows, weights, ends)

@@ -8,6 +8,8 @@ wrong on one goes wrong here:
 - a tensor that is larger than what the living ones leave of a device's memory;
 - the host waiting for the device where `torch.cuda.set_sync_debug_mode("error")` forbids it, or while a graph is being
   captured;
+- torch's grouped product, of mixtures of experts, waits for the device but in bfloat16 on some compute capabilities,
+  `Device.capability`;
 - a graph: nothing runs while it is captured; its replay is the same operations on the same addresses, with the host's
   numbers as they were then; what it has allocated is garbage before the first replay;
 - a copy to the host that does not wait: garbage until an event behind it, or all, was waited for;
@@ -53,6 +55,8 @@ WAITING: Final = frozenset(  # the host needs a number, or a shape that depends 
         *(aten.repeat_interleave.Tensor, aten.bincount.default),
     }
 )
+GROUPED_BF16: Final = 9, 10
+"""The first numbers of the compute capabilities whose grouped product reads its offsets on the device, in bfloat16."""
 ALLOCATING: Final = {aten.empty.memory_format: 0, aten.new_empty.default: 1, aten.new_zeros.default: 1}
 """Which argument is the shape."""
 SMALL: Final = 2**12
@@ -76,7 +80,12 @@ def _histogram(numbers: torch.Tensor, *arguments: float) -> torch.Tensor:
     return torch.histc(numbers.double(), *arguments).to(numbers.dtype)
 
 
-STANDING_IN: Final = {aten.histc.default: _histogram}
+def _softmax(numbers: torch.Tensor, dim: int, widens: bool) -> torch.Tensor:
+    """`torch.softmax` in float32 of numbers in float16, which devices alone do at once."""
+    return torch._softmax(numbers.float() if widens else numbers, dim, False)
+
+
+STANDING_IN: Final = {aten.histc.default: _histogram, aten._softmax.default: _softmax}
 
 
 class OnDevice(torch.Tensor):
@@ -133,6 +142,8 @@ class Device:
     def __init__(self) -> None:
         self.current: dict[int, int] = {}  # device by thread
         self.sync_debug_mode = "default"
+        self.capability = 9, 0
+        """The compute capability that it pretends to have; a test may change it."""
         self._captures: dict[int, Graph] = {}  # by thread
         self._pinned: dict[int, torch.Tensor] = {}  # by address; kept, so that no other memory has it
         self._num_sent = 0
@@ -284,7 +295,7 @@ class Operations(TorchDispatchMode):
         return found
 
     def _check(self, func: Any, args: Any, tensors: list[torch.Tensor]) -> None:
-        if func in WAITING or (func in INDEXING and any(map(_is_waited_for, args[1]))):
+        if func in WAITING or self._reads_offsets(func, args) or _reads_indices(func, args):
             self._device.wait(func)
         if func not in COPYING:
             places = {str(tensor.device) for tensor in tensors if tensor.ndim or isinstance(tensor, OnDevice)}
@@ -292,6 +303,13 @@ class Operations(TorchDispatchMode):
                 places.discard("cpu")
             if len(places) > 1:
                 raise RuntimeError(f"Expected all tensors to be on the same device: {func} of {', '.join(places)}")
+
+    def _reads_offsets(self, func: Any, args: Any) -> bool:
+        """Whether it is a grouped product that loops on the host; see `_grouped_mm_cuda` in torch's GroupedBlas.cpp."""
+        if func is not aten._grouped_mm.default:
+            return bool(func.name() == "transformers::grouped_mm_fallback")  # where torch has none
+        is_bf16 = all(matrix.dtype == torch.bfloat16 for matrix in args[:2])
+        return not (is_bf16 and self._device.capability[0] in GROUPED_BF16)
 
     def _run(self, func: Any, args: Any, kwargs: Any, place: torch.device) -> Any:
         capture = self._device.capture
@@ -322,8 +340,16 @@ def _is_view(func: Any) -> bool:
     return bool(results) and all(alias is not None and not alias.is_write for alias in results)
 
 
-def _is_waited_for(index: torch.Tensor | None) -> bool:
-    return index is not None and (index.dtype == torch.bool or not isinstance(index, OnDevice))
+def _reads_indices(func: Any, args: Any) -> bool:
+    """Whether an index is the host's, or a mask; a number put where one mask says is no index to a device."""
+    if func not in INDEXING:
+        return False
+    indices = [index for index in args[1] if index is not None]
+    is_fill = func is not aten.index.Tensor and args[2].numel() == 1 and not isinstance(args[2], OnDevice)
+    masks = (torch.bool, torch.uint8)
+    if is_fill and len(indices) == 1 and indices[0].dtype in masks and isinstance(indices[0], OnDevice):
+        return False
+    return any(index.dtype in masks or not isinstance(index, OnDevice) for index in indices)
 
 
 def _leaves(arguments: Any) -> Iterator[Any]:
@@ -511,7 +537,7 @@ def simulated_gpus(num_devices: int = 1) -> Iterator[Device]:
         "device_count": lambda: num_devices,
         "current_device": lambda: device.index_of(torch.device("cuda")),
         "set_device": set_device,
-        "get_device_capability": lambda *_: (9, 0),
+        "get_device_capability": lambda *_: device.capability,
         "get_device_name": lambda *_: "simulated",
         "mem_get_info": mem_get_info,
         "memory_reserved": memory_allocated,
