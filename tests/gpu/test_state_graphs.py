@@ -35,7 +35,10 @@ class Shapes:
 
     def __init__(self, model: Any) -> None:
         self.noted: list[tuple[int, int]] = []
-        model.register_forward_pre_hook(lambda *given: self.noted.append(tuple(given[2]["input_ids"].shape)), with_kwargs=True)
+        model.register_forward_pre_hook(self._note, with_kwargs=True)
+
+    def _note(self, _: Any, __: Any, arguments: dict[str, Any]) -> None:
+        self.noted.append(tuple(arguments["input_ids"].shape))
 
 
 def states_of(runner: ModelRunner) -> list[torch.Tensor]:
@@ -51,7 +54,8 @@ def test_sequences_that_come_and_go_equal_generate_and_decode_by_replays(
     model = copy.deepcopy(plain).to("cuda")
     config = EngineConfig(chunk_sizes=ChunkSizes(64, 16))
     options: dict[str, Any] = {"decoding": "cuda_graphs", "observer": preempted, "config": config}
-    if name not in ("mamba2", "falcon-mamba"):  # whose cache has no keys, and is never full
+    is_scarce = name in WAYS and name != "mamba2"  # whose cache has no keys, and is never full
+    if is_scarce:
         options["max_cache_tokens"] = 176
     items = requests(24 if name in WAYS else 10, random.Random(5))
     expected = greedy_ids(model if HAS_GPU else plain, items)
@@ -61,11 +65,9 @@ def test_sequences_that_come_and_go_equal_generate_and_decode_by_replays(
         shapes = Shapes(model)
         check(plain, Client(engine), items, expected=expected)
     assert replays.num_eager == 0
-    assert len(replays.sizes) > 20
     assert {size.num_tokens for size in replays.sizes} >= {1, 2, 4}, "three are padded to four"
     assert {rows for rows, _ in shapes.noted} == {1}, "chunks alone run eagerly"
-    if name in WAYS and "max_cache_tokens" in options:
-        assert preempted.num_sequences > 0
+    assert (preempted.num_sequences > 0) is is_scarce
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -78,9 +80,10 @@ def test_a_sequence_begins_without_its_slots_former_state(name: str, replays: Re
     expected = greedy_ids(model if HAS_GPU else plain, items)
     with closing(start_engine(model, max_num_seqs=4, context_length=128, decoding="cuda_graphs")) as engine:
         check(plain, Client(engine), items, expected=expected)
-        for states in states_of(engine.runner):
-            assert len(states) == 5, "one for padding"
-            states.fill_(torch.nan)
+        with torch.inference_mode():
+            for states in states_of(engine.runner):
+                assert len(states) == 5, "one for padding"
+                states.fill_(torch.nan)
         replays.sizes.clear()
         check(plain, Client(engine), items, expected=expected)
     assert 4 in {size.num_tokens for size in replays.sizes}
@@ -116,11 +119,11 @@ def test_replays_change_the_states_of_their_sequences_as_forwards_do(
     """Slots in any order, with gaps and padding; a chunk beside them; a state that no step computes stays."""
     found, kept = [], []
     for runner in runners:
-        logits = [runner.run(Step(tuple(tokens(slot, 0, 4) for slot in range(5))))]
+        logits = [runner.run(Step(tuple(tokens(slot, 0, 4) for slot in range(5)))).clone()]
         kept.append([states[2].clone() for states in states_of(runner)])
-        logits.append(runner.run(Step(decodes([4, 1, 0], 4))))
-        logits.append(runner.run(Step((*decodes([0, 4, 1], 5), tokens(5, 0, 6)))))
-        logits.append(runner.run(Step((*decodes([0, 1, 4], 6), tokens(5, 6, 7)))))
+        logits.append(runner.run(Step(decodes([4, 1, 0], 4))).clone())
+        logits.append(runner.run(Step((*decodes([0, 4, 1], 5), tokens(5, 0, 6)))).clone())
+        logits.append(runner.run(Step((*decodes([0, 1, 4], 6), tokens(5, 6, 7)))).clone())
         found.append(torch.cat(logits).cpu())
         assert all(torch.equal(states[2], before) for states, before in zip(states_of(runner), kept[-1], strict=True))
     assert [size.num_tokens for size in replays.sizes] == [4, 4, 4]

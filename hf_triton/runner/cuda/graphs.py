@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Captured forwards: a step of few tokens takes the GPU less time than Python needs to launch its kernels.
 
-A graph depends on the numbers of tokens and of rows of outputs alone. What else a step is (lengths, blocks, state slots,
-which tokens are whose) its kernels read from the device, so a step of decodes and one with chunks replay the same graphs;
-those of a model with states decode alone. A step that has fewer tokens than its graph is padded. All graphs share their memory, as one runs at a time.
+A graph depends on the numbers of tokens and of rows of outputs alone. What else a step is (lengths, blocks, slots,
+which tokens are whose) its kernels read from the device, so a step of decodes and one with chunks replay the same
+graphs; of a model with states, decodes alone are replayed. A step that has fewer tokens than its graph is padded. All
+graphs share their memory, as one runs at a time.
 """
 
 from __future__ import annotations
