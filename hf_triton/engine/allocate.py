@@ -45,7 +45,7 @@ def allocate_cache(
             logger.warning("the setting gpu_memory_fraction does nothing on a CPU")
         return _grow_on_demand(runner, max_cache_tokens, config, max_num_seqs)
     bytes_per_token, slot_tokens = runner.memory_per_token()
-    memory = LoadMemory(runner.model, bytes_per_token, gpu_part, max_num_seqs * slot_tokens)
+    memory = LoadMemory(runner.model, bytes_per_token, gpu_part, (max_num_seqs + 1) * slot_tokens)
     if max_cache_tokens is None:
         max_cache_tokens = memory.cache_tokens(max_num_seqs, context_length, fills_part=runner.cache.has_keys)
     num_blocks = max(1, max_cache_tokens // runner.block_size)

@@ -19,6 +19,8 @@ from hf_triton.runner.step import TokenRange
 
 NO_SEQUENCE: Final = -1
 """The sequence of a token that is padding."""
+NO_SLOT: Final = -1
+"""The state slot of a sequence that is padding: the last one, which no sequence has."""
 NUM_TOKENS: Final = (
     *(1, 2, 4, *range(8, 65, 8), *range(80, 129, 16), *range(160, 257, 32)),
     *(*range(320, 513, 64), *range(640, 1025, 128)),
@@ -44,7 +46,7 @@ class StepSize:
 
     def _counts(self) -> tuple[int, ...]:
         tokens, sequences = self.num_tokens, self.num_sequences
-        return tokens, tokens, tokens, sequences + 1, sequences, sequences, self.num_rows
+        return tokens, tokens, tokens, sequences + 1, sequences, sequences, sequences, self.num_rows
 
     def split(self, numbers: torch.Tensor) -> DeviceStep:
         """Views of the numbers of a step of this size."""
@@ -73,9 +75,10 @@ class StepSize:
             np.cumsum([0, *counts]),
             [part.end for part in ranges],
             starts,
+            [part.slot for part in ranges],
             rows,
         )
-        paddings = 0, 0, NO_SEQUENCE, sum(counts), 0, 0, 0
+        paddings = 0, 0, NO_SEQUENCE, sum(counts), 0, 0, NO_SLOT, 0
         numbers = np.empty(self.num_fixed + len(tables), np.int64)
         at = 0
         for column, count, padding in zip(columns, self._counts(), paddings, strict=True):
@@ -111,6 +114,8 @@ class DeviceStep:
     bounds: torch.Tensor
     lengths: torch.Tensor
     starts: torch.Tensor
+    state_slots: torch.Tensor
+    """`[sequences]`: where each has its states."""
     rows: torch.Tensor
     """The tokens whose logits are wanted; for an encoder, the type of each token."""
     tables: torch.Tensor
@@ -132,3 +137,12 @@ def step_sizes(max_sequences: int) -> list[StepSize]:
         for num_rows in sorted({min(num_sequences, FEW_ROWS), num_sequences}):
             sizes.append(StepSize(num_tokens, num_sequences, num_rows))
     return sizes
+
+
+def decode_sizes(max_sequences: int) -> list[StepSize]:
+    """The sizes of the graphs of a model with states, ascending: a token of each sequence.
+
+    Args:
+        max_sequences: The most that a step has.
+    """
+    return [StepSize(count, count, count) for count in sorted({min(count, max_sequences) for count in NUM_TOKENS})]

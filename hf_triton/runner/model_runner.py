@@ -19,7 +19,7 @@ from hf_triton.runner.adapters import Adapters
 from hf_triton.runner.attention import TorchAttention, attention_configs, attention_of, register
 from hf_triton.runner.calling import cache_name
 from hf_triton.runner.cuda import capture_graphs, forward_context
-from hf_triton.runner.device_step import DeviceStep, StepSize, step_sizes
+from hf_triton.runner.device_step import DeviceStep, StepSize, decode_sizes, step_sizes
 from hf_triton.runner.experts import gathered_experts, gathering_sizes, why_experts_wait
 from hf_triton.runner.faults import described
 from hf_triton.runner.long_rope import LongRope, has_long_rope
@@ -108,7 +108,7 @@ class ModelRunner:
         """
         self.cache = self._new_cache(num_blocks)
         if self.device.type != "cpu":
-            self.run_token(num_slots - 1)
+            self.run_token(num_slots)  # which is one more, `NO_SLOT`
 
     def give_back(self, blocks: list[int]) -> None:
         """Free the memory of blocks that hold nothing."""
@@ -146,7 +146,7 @@ class ModelRunner:
         reason = self._why_eager()
         if reason is not None:
             return reason
-        sizes = step_sizes(max_sequences)
+        sizes = step_sizes(max_sequences) if self.is_packed else decode_sizes(max_sequences)
         try:
             return self._capture(sizes)
         except Exception as error:  # a model may do anything in its forward
@@ -170,8 +170,12 @@ class ModelRunner:
             sizes=sizes,
             num_tables=min(sizes[-1].num_sequences * self.cache.num_blocks, MAX_TABLES),
         )
-        num_ranges = min(8, sizes[-1].num_sequences)
-        trial = [_trial_step(0, 3), _trial_step(3, 4), _trial_step(0, min(self.block_size, 16), num_ranges)]
+        most = sizes[-1].num_sequences
+        if self.is_packed:
+            trial = [_trial_step(0, 3), _trial_step(3, 4), _trial_step(0, min(self.block_size, 16), min(8, most))]
+        else:
+            count = min(3, most, self.cache.num_blocks)
+            trial = [Step(tuple(_trial_range(slot, 3, 4) for slot in slots)) for slots in ([0], range(count)[::-1])]
         if not all(self._replays_right(graphs, step) for step in trial):
             return "captured logits differ from eager ones of the same numbers"
         self._graphs = graphs
@@ -185,7 +189,10 @@ class ModelRunner:
         if graph is None:
             return True
         graphs.load(tensors.numbers(graph.size, rows))
-        return graphs.replays_right(graph)
+        if self.is_packed:
+            return graphs.replays_right(graph)
+        prompts = Step(tuple(_trial_range(part.slot, 0, 3) for part in step.ranges))
+        return graphs.replays_right(graph, lambda: self.run(prompts))
 
     def _why_eager(self) -> str | None:
         """Why no step of this model can be captured; None: it can be tried."""
@@ -195,7 +202,7 @@ class ModelRunner:
             return "the model is on several devices"
         if self.way.gathers:
             return "the keys and values of each sequence are copied at every step, as for multi-head latent attention"
-        if not self.is_packed or self.way.prefills_whole:
+        if self.is_packed and self.way.prefills_whole:
             return "the model does not run as one packed row"
         if not all(layer.operation for layer in self.cache.paged_layers() if layer.blocks is not None):
             return "the device has no attention kernel for it"
@@ -208,7 +215,10 @@ class ModelRunner:
         no_adapters = nullcontext() if self._adapters is None else self._adapters.choose(None)
         no_long = nullcontext() if self._long_rope is None else self._long_rope.by_token(None)
         with no_adapters, no_long:
-            return self._run_model(step, numbers.token_ids[None], numbers.positions[None], numbers.rows)
+            if self.is_packed:
+                return self._run_model(step, numbers.token_ids[None], numbers.positions[None], numbers.rows)
+            logits = self._run_model(step, numbers.token_ids[:, None], numbers.positions[:, None], None)
+            return logits[numbers.rows]
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
@@ -284,6 +294,8 @@ class ModelRunner:
             return None
         if self.switch_length is not None and any(part.context_length > self.switch_length for part in step.ranges):
             return None
+        if not self.is_packed and step.num_decodes < len(step.ranges):
+            return None
         num_tables = sum(len(part.block_table) for part in step.ranges)
         return graphs.find(step.num_tokens, len(step.ranges), num_rows, num_tables)
 
@@ -310,6 +322,12 @@ class ModelRunner:
 def _trial_step(start: int, end: int, num_ranges: int = 1) -> Step:
     """Tokens of a sequence in the first block, as often as ranges are wanted."""
     return Step((TokenRange(0, start, end, list(range(start, end)), [0], end, samples=(0,)),) * num_ranges)
+
+
+def _trial_range(number: int, start: int, end: int) -> TokenRange:
+    """Tokens of a sequence that has the block and the state slot of its number."""
+    token_ids = [number + at for at in range(start, end)]
+    return TokenRange(number, start, end, token_ids, [number], end, samples=(number,), slot=number)
 
 
 def _groups(ranges: tuple[TokenRange, ...]) -> Iterator[Sequence[TokenRange]]:

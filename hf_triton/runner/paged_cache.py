@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAt
 from hf_triton.runner.cpu import paged_kernels
 from hf_triton.runner.cuda import attention_for
 from hf_triton.runner.kv_blocks import KVBlocks
-from hf_triton.runner.state_slots import EMPTY, SlotStatesLayer
+from hf_triton.runner.state_slots import EMPTY, SlotStatesLayer, Turn
 from hf_triton.runner.step_tensors import StepTensors
 
 
@@ -43,6 +43,7 @@ class PagedCache(Cache):
         """Of the forward that runs."""
         self.layer_of: dict[int, PagedLayer] = {}
         """By the identity of the keys that `update` has returned in this forward."""
+        self.turn = Turn()
         self.layers = [self._layer(layer) for layer in _layers(config)]
         if not self.layers:
             self.layer_class_to_replicate = lambda: PagedLayer(self)  # type: ignore[assignment]
@@ -117,7 +118,7 @@ class PagedCache(Cache):
             return layer
         if isinstance(layer, LinearAttentionLayer):
             has_keys = isinstance(layer, DynamicLayer)
-            return PagedStatesLayer(self, layer) if has_keys else SlotStatesLayer(layer.number_of_states)
+            return PagedStatesLayer(self, layer) if has_keys else SlotStatesLayer(layer.number_of_states, self.turn)
         if not isinstance(layer, DynamicLayer):
             raise TypeError(f"unknown kind of cache layer {type(layer).__name__}")
         return PagedLayer(self)
@@ -221,4 +222,4 @@ class PagedStatesLayer(SlotStatesLayer, PagedLayer):  # type: ignore[misc, overr
 
     def __init__(self, cache: PagedCache, layer: LinearAttentionLayer) -> None:
         PagedLayer.__init__(self, cache)
-        SlotStatesLayer.__init__(self, layer.number_of_states)
+        SlotStatesLayer.__init__(self, layer.number_of_states, cache.turn)

@@ -2,19 +2,22 @@
 """Layers that keep states of one size per sequence, whatever its length: state space, linear attention, convolution.
 
 Hybrid models (Qwen3.5, Granite 4, Falcon-H1, Nemotron-H, LFM2 ...) have such layers beside attention, or both in one. A
-state is that of the last token: it cannot go back, and running a token twice corrupts it. Each sequence has a slot.
+state is that of the last token: it cannot go back, and running a token twice corrupts it. Each sequence has a slot. A
+forward whose slots are not consecutive, or known to the device alone, has copies, of one layer at a time.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from transformers import cache_utils
 from transformers.cache_utils import LinearAttentionLayer
 
+from hf_triton.runner.device_step import NO_SLOT
 from hf_triton.runner.step_tensors import StepTensors
 
 EMPTY: Final[type] = getattr(cache_utils, "DummyLayer", type(None))
@@ -24,35 +27,36 @@ EMPTY: Final[type] = getattr(cache_utils, "DummyLayer", type(None))
 class _Slots(dict[int, torch.Tensor | None]):
     """Buffers `[slots, ...]` by number; indexing gives the rows of the forward that runs."""
 
-    def __init__(self, numbers: Sequence[int]) -> None:
+    def __init__(self, numbers: Sequence[int], layer: SlotStatesLayer) -> None:
         super().__init__(dict.fromkeys(numbers))
+        self._layer = layer
         self._slots: list[int] = []
         self._step: StepTensors
-        self._rows: dict[int, torch.Tensor | None] = {}
+        self._rows: dict[int, torch.Tensor] = {}
         self._is_copied = False
 
     def __getitem__(self, number: int) -> torch.Tensor | None:
+        if number not in self._rows and super().__getitem__(number) is not None:
+            self._take_rows(number)
         return self._rows.get(number)
 
     def __setitem__(self, number: int, states: torch.Tensor | None) -> None:
         """The first use of a state: its zeros `[rows, ...]` show the shape."""
         if states is not None:
             super().__setitem__(number, states.new_zeros(max(self._slots) + 1, *states.shape[1:]))
-            self._take_rows(number)
 
     def buffers(self) -> list[torch.Tensor]:
         return [buffer for buffer in super().values() if buffer is not None]
 
     def begin(self, step: StepTensors, slots: list[int], *, is_new: bool) -> None:
-        """Rows are views if the slots are consecutive, else copies that `end` writes back."""
-        self._step, self._slots = step, slots
-        self._is_copied = slots != list(range(slots[0], slots[0] + len(slots)))
-        self._grow(max(slots) + 1)
-        for number, buffer in self.items():
-            if buffer is not None:
-                self._take_rows(number)
-                if is_new:
-                    self._rows[number].zero_()  # type: ignore[union-attr]
+        """Rows are views if the slots are consecutive, else copies that `end` writes back; no slots: the device's."""
+        self._step, self._slots, self._rows = step, slots, {}
+        self._is_copied = not slots or slots != list(range(slots[0], slots[0] + len(slots)))
+        self._grow(max(slots, default=NO_SLOT) + 1)
+        if is_new:  # one sequence, whose rows are views
+            for number in self:
+                if (rows := self[number]) is not None:
+                    rows.zero_()
 
     def copy_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
         self._grow(max(target for _, target in pairs) + 1)
@@ -69,20 +73,30 @@ class _Slots(dict[int, torch.Tensor | None]):
 
     def end(self) -> None:
         if self._is_copied:
-            for number, buffer in self.items():
-                if buffer is not None:
-                    buffer[self._index(buffer)] = self._rows[number]  # type: ignore[assignment]
+            for number, rows in self._rows.items():
+                buffer = super().__getitem__(number)
+                assert buffer is not None
+                buffer[self._index(buffer)] = rows
         self._rows = {}
 
     def _take_rows(self, number: int) -> None:
         buffer = super().__getitem__(number)
         assert buffer is not None
-        slots = self._slots
-        copied = self._is_copied
-        self._rows[number] = buffer[self._index(buffer)] if copied else buffer[slots[0] : slots[0] + len(slots)]
+        if self._is_copied:
+            self._layer.take_turn()
+            self._rows[number] = buffer[self._index(buffer)]
+        else:
+            self._rows[number] = buffer[self._slots[0] : self._slots[0] + len(self._slots)]
 
     def _index(self, buffer: torch.Tensor) -> torch.Tensor:
         return self._step.on(buffer.device, "state_slots")
+
+
+@dataclass
+class Turn:
+    """Says which of a cache's layers has copies of rows, as only one has: together they would be as large as all."""
+
+    layer: SlotStatesLayer | None = None
 
 
 class SlotStatesLayer(LinearAttentionLayer):
@@ -90,23 +104,32 @@ class SlotStatesLayer(LinearAttentionLayer):
 
     Args:
         number_of_states: States that the layer keeps of each kind.
+        turn: Of the layer's cache.
     """
 
     conv_states: Any
     recurrent_states: Any
 
-    def __init__(self, number_of_states: int = 1) -> None:
+    def __init__(self, number_of_states: int = 1, turn: Turn | None = None) -> None:
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
         self._numbers = range(number_of_states)
-        self.conv_states = _Slots(self._numbers)
-        self.recurrent_states = _Slots(self._numbers)
+        self._turn = turn or Turn()
+        self.conv_states = _Slots(self._numbers, self)
+        self.recurrent_states = _Slots(self._numbers, self)
 
     def begin(self, step: StepTensors) -> None:
-        """Show a forward the states of its sequences; new ones begin without."""
-        slots, is_new = [part.slot for part in step.ranges], not step.ranges[0].start
+        """Show a forward the states of its sequences; new ones begin without. A step without ranges only decodes."""
+        slots, is_new = [part.slot for part in step.ranges], bool(step.ranges) and not step.ranges[0].start
+        self._turn.layer = None
         self.conv_states.begin(step, slots, is_new=is_new)
         self.recurrent_states.begin(step, slots, is_new=is_new)
         self.has_previous_state = dict.fromkeys(self._numbers, not is_new)
+
+    def take_turn(self) -> None:
+        """Keep what the forward has computed in the layer before this one, which has run."""
+        if self._turn.layer not in (None, self):
+            self._turn.layer.end()
+        self._turn.layer = self
 
     def end(self) -> None:
         """Keep what the forward has computed."""

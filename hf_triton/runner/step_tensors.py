@@ -60,6 +60,8 @@ class StepTensors:
         """Tokens to compute."""
         self._device_steps = {} if device_step is None else {device: device_step}
         self._on: dict[tuple[torch.device, str], torch.Tensor] = {}
+        if device_step is not None:
+            self._on[device, "state_slots"] = device_step.state_slots
         self.masks: dict[Any, Any] = {}
         """Attention's own: masks of this forward."""
 

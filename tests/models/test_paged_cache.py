@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 from hf_triton.runner.kv_blocks import KVBlocks
 from hf_triton.runner.model_runner import ModelRunner, Way
 from hf_triton.runner.paged_cache import PagedCache
-from hf_triton.runner.state_slots import SlotStatesLayer
+from hf_triton.runner.state_slots import SlotStatesLayer, Turn
 from hf_triton.runner.step import TokenRange
 from hf_triton.runner.step_tensors import StepTensors
 from tests.support.architectures import CONTINUOUS, build
@@ -141,6 +141,19 @@ def test_rows_of_consecutive_slots_are_no_copies(slots: list[int], is_view: bool
     layer.begin(step_of(slots, is_new=False))
     is_shared = layer.recurrent_states[0].untyped_storage().data_ptr() == layer.states()[0].untyped_storage().data_ptr()
     assert is_shared is is_view
+
+
+def test_copies_of_one_layer_are_kept_when_the_next_layer_has_its_turn() -> None:
+    turn = Turn()
+    layers = [SlotStatesLayer(turn=turn) for _ in range(2)]
+    for layer in layers:
+        advance(layer, [0, 1, 2], is_new=True)
+        layer.begin(step_of([2, 0], is_new=False))
+    layers[0].recurrent_states[0].fill_(7)
+    assert layers[0].states()[0][:, 0].tolist() == [1, 2, 3]
+    assert layers[1].recurrent_states[0][:, 0].tolist() == [3, 1]
+    assert layers[0].states()[0][:, 0].tolist() == [7, 2, 7]
+    assert not layers[0].recurrent_states._rows, "nothing holds the copies"
 
 
 def test_buffers_grow_for_new_slots_and_keep_the_others() -> None:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Captured forwards: a step of few tokens takes the GPU less time than Python needs to launch its kernels.
 
-A graph depends on the numbers of tokens and of rows of outputs alone. What else a step is (lengths, blocks, which
-tokens are whose) its kernels read from the device, so a step of decodes and one with chunks replay the same graphs. A
-step that has fewer tokens than its graph is padded. All graphs share their memory, as one runs at a time.
+A graph depends on the numbers of tokens and of rows of outputs alone. What else a step is (lengths, blocks, slots,
+which tokens are whose) its kernels read from the device, so a step of decodes and one with chunks replay the same
+graphs; of a model with states, decodes alone are replayed. A step that has fewer tokens than its graph is padded. All
+graphs share their memory, as one runs at a time.
 """
 
 from __future__ import annotations
@@ -82,10 +83,19 @@ class StepGraphs:
                 return graph
         return None
 
-    def replays_right(self, graph: StepGraph) -> bool:
-        """Whether a replay on the loaded numbers gives what `forward` gives eagerly, where the same kernels run."""
-        graph.graph.replay()
+    def replays_right(self, graph: StepGraph, before: Callable[[], object] = lambda: None) -> bool:
+        """Whether replays on the loaded numbers give what `forward` gives eagerly, where the same kernels run.
+
+        Args:
+            graph: Replayed twice: the second replay reads the states that the first has left.
+            before: Brings states to where replays and forwards begin.
+        """
+        before()
+        for _ in range(2):
+            graph.graph.replay()
         found = self.outputs[: graph.size.num_rows].cpu()
+        before()
+        self._forward(graph.step)
         return agree(self._forward(graph.step).cpu(), found)
 
     def load(self, numbers: npt.NDArray[np.int64]) -> None:
