@@ -7,7 +7,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -37,6 +38,8 @@ WARM_UP_TOKENS: Final = 1024, 1040
 CPU_BLOCK_SIZE: Final = 64
 """Tokens of a block: a CPU's prefetching wants long runs, a GPU's memory short ones."""
 GPU_BLOCK_SIZE: Final = 16
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,8 @@ class ModelRunner:
         """The most tokens of a sequence with LongRoPE's first set of frequencies; None: the model has one set."""
         self.cache = self._new_cache(1)
         self._graphs: StepGraphs | None = None
+        self._adapter_graphs: StepGraphs | None = None
+        """Those of steps with adapters."""
         self.is_packed = not self.cache.has_states
         """Whether the ranges of a step are one row; else each chunk is a forward, and one token of every sequence."""
 
@@ -138,33 +143,60 @@ class ModelRunner:
             Why all steps run eagerly; None: small ones are captured.
         """
         reason = self._why_eager()
-        if reason is not None:
-            return reason
+        captured = reason or self._try_capture(self._forward_on_device, max_sequences)
+        if isinstance(captured, str):
+            if self._adapters is not None:
+                self._adapters.drop_slots()
+            return captured
+        self._graphs = captured
+        if self._adapters is not None and self._adapters.have_slots:
+            with_adapters = self._try_capture(self._forward_with_slots, max_sequences, beside=captured)
+            if isinstance(with_adapters, str):
+                self._adapters.drop_slots()
+                logger.warning("steps with LoRA adapters run eagerly: %s", with_adapters)
+            else:
+                self._adapter_graphs = with_adapters
+        return None
+
+    def _try_capture(
+        self,
+        forward: Callable[[DeviceStep], torch.Tensor],
+        max_sequences: int,
+        *,
+        beside: StepGraphs | None = None,
+    ) -> StepGraphs | str:
+        """The captured forwards, or why there are none."""
         trial = [_trial_step(0, 3), _trial_step(3, 4), _trial_step(0, min(self.block_size, 16), min(8, max_sequences))]
         try:
-            self._graphs = capture_graphs(
-                self._forward_on_device,
+            graphs = capture_graphs(
+                forward,
                 self.device,
                 sizes=step_sizes(max_sequences),
                 num_tables=min(max_sequences * self.cache.num_blocks, MAX_TABLES),
+                beside=beside,
             )
-            if all(self._replays_right(step) for step in trial):
-                return None
-            reason = "captured logits differ from eager ones of the same numbers"
+            if all(self._replays_right(graphs, step) for step in trial):
+                return graphs
+            return "captured logits differ from eager ones of the same numbers"
         except Exception as error:  # a model may do anything in its forward
-            reason = described(error)
-        self._graphs = None
-        return reason
+            return described(error)
 
-    def _replays_right(self, step: Step) -> bool:
+    def _replays_right(self, graphs: StepGraphs, step: Step) -> bool:
         """Whether a small step's replay gives what an eager forward of the same numbers gives."""
-        assert self._graphs is not None
         tensors = StepTensors(step.ranges, self.block_size, self.device)
         rows = _logit_rows(step.ranges, tensors.bounds)
-        graph = self._find_graph(self._graphs, tensors, len(rows))
+        graph = self._find_graph(graphs, tensors, len(rows))
         assert graph is not None
-        self._graphs.load(tensors.numbers(graph.size, rows))
-        return self._graphs.replays_right(graph)
+        graphs.load(tensors.numbers(graph.size, rows))
+        return graphs.replays_right(graph)
+
+    def allocate_slots(self) -> None:
+        """Allocate what steps with adapters need to be captured, while the cache has not taken the memory."""
+        if self._adapters is None or self.device.type != "cuda" or self._is_split or not self.is_packed:
+            return
+        if reason := self._adapters.build_slots(self.device, step_sizes(1)[-1].num_tokens):
+            self._adapters.drop_slots()
+            logger.warning("steps with LoRA adapters run eagerly: %s", reason)
 
     def _why_eager(self) -> str | None:
         """Why no step of this model can be captured; None: it can be tried."""
@@ -185,6 +217,15 @@ class ModelRunner:
         no_adapters = nullcontext() if self._adapters is None else self._adapters.choose(None)
         no_long = nullcontext() if self._long_rope is None else self._long_rope.by_token(None)
         with no_adapters, no_long:
+            return self._run_model(step, numbers.token_ids[None], numbers.positions[None], numbers.rows)
+
+    @torch.inference_mode()
+    def _forward_with_slots(self, numbers: DeviceStep) -> torch.Tensor:
+        """The same for a step whose tokens have adapters."""
+        step = StepTensors((), self.block_size, self.device, numbers)
+        assert self._adapters is not None
+        no_long = nullcontext() if self._long_rope is None else self._long_rope.by_token(None)
+        with self._adapters.choose_slots(len(numbers.token_ids)), no_long:
             return self._run_model(step, numbers.token_ids[None], numbers.positions[None], numbers.rows)
 
     # --- a step ------------------------------------------------------------------------------------------------------
@@ -219,13 +260,27 @@ class ModelRunner:
         """Logits of the wanted tokens: a graph's replay, or the model's forward."""
         step = StepTensors(ranges, self.block_size, self.device)
         rows = _logit_rows(ranges, step.bounds)
-        graphs = self._graphs
-        if graphs is not None and (graph := self._find_graph(graphs, step, len(rows))) is not None:
+        keys = [self._adapter_of.get(part.sequence_id) for part in ranges] if self._adapter_of else []
+        adapters = {key for key in keys if key}
+        graphs = self._adapter_graphs if adapters else self._graphs
+        if (
+            graphs is not None
+            and (graph := self._find_graph(graphs, step, len(rows))) is not None
+            and (not adapters or self._bring_adapters(step, keys, graph.size.num_tokens))
+        ):
             graphs.load(step.numbers(graph.size, rows))
             step.put_inflight(graph.step.token_ids, inflight)
             graph.graph.replay()
             return graphs.outputs[: len(rows)]
         return self._run_eagerly(step, rows or [0], inflight)[: len(rows)]  # kernels of linear layers need a row
+
+    def _bring_adapters(self, step: StepTensors, keys: Sequence[str | None], num_tokens: int) -> bool:
+        """Bring a step's adapters to where its graph computes with them; whether there is room."""
+        assert self._adapters is not None
+        if not self._adapters.bring({key for key in keys if key}):
+            return False
+        self._adapters.load_tokens(_by_token(keys, step.ranges), num_tokens)
+        return True
 
     def _run_eagerly(self, step: StepTensors, rows: list[int], inflight: InflightTokens | None) -> torch.Tensor:
         token_ids, positions, index = step.inputs(rows)
@@ -257,8 +312,6 @@ class ModelRunner:
 
     def _find_graph(self, graphs: StepGraphs, step: StepTensors, num_rows: int) -> StepGraph | None:
         """The graph of a step; None: it runs eagerly."""
-        if any(part.sequence_id in self._adapter_of for part in step.ranges):
-            return None
         if self.switch_length is not None and any(part.context_length > self.switch_length for part in step.ranges):
             return None
         num_tables = sum(len(part.block_table) for part in step.ranges)
@@ -271,7 +324,7 @@ class ModelRunner:
         keys = [self._adapter_of.get(part.sequence_id) for part in ranges]
         if not any(keys):
             return self._adapters.choose(None)
-        of_token = [key for key, part in zip(keys, ranges, strict=True) for _ in range(part.num_tokens)]
+        of_token = _by_token(keys, ranges)
         wanted = [of_token[row] for row in rows]
         gathered = [key for key, end in zip(keys, step.ends, strict=True) for _ in range(end)]
         return self._adapters.choose_tokens(of_token, wanted, *([gathered] if self.way.gathers else []))
@@ -287,6 +340,11 @@ class ModelRunner:
 def _trial_step(start: int, end: int, num_ranges: int = 1) -> Step:
     """Tokens of a sequence in the first block, as often as ranges are wanted."""
     return Step((TokenRange(0, start, end, list(range(start, end)), [0], end, samples=(0,)),) * num_ranges)
+
+
+def _by_token(keys: Sequence[str | None], ranges: Sequence[TokenRange]) -> list[str | None]:
+    """The adapter of each token, from that of each range."""
+    return [key for key, part in zip(keys, ranges, strict=True) for _ in range(part.num_tokens)]
 
 
 def _groups(ranges: tuple[TokenRange, ...]) -> Iterator[Sequence[TokenRange]]:
