@@ -144,7 +144,7 @@ class Adapted:
     def __init__(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch, configs: dict[str, dict[str, Any]], **options: Any
     ) -> None:
-        monkeypatch.setattr(device_step, "NUM_TOKENS", (2, 8, 64))
+        monkeypatch.setattr(device_step, "NUM_TOKENS", (2, 8, 128))
         self.folder = folder
         self.checkpoint = build_tiny_checkpoint(folder / "model", "llama", eos_token_id=None, tie_word_embeddings=False)
         model: Any = AutoModelForCausalLM.from_pretrained(self.checkpoint, dtype=torch.float32).eval().to("cuda")
