@@ -52,7 +52,7 @@ class AdapterSlots:
     Args:
         names: Gives these layers the adapters of a forward; the plain name is that of no adapter.
         adapters: Layers of peft by their names in the model, for each adapter that is loaded, by its key.
-        head: The layer that computes logits, which sees a selection of the tokens.
+        head: The model's own layer that computes logits, which sees a selection of the tokens.
         device: Of all layers.
         max_tokens: The most of a step.
 
@@ -93,13 +93,15 @@ class AdapterSlots:
         self._free = list(range(MAX_SLOTS, 0, -1))
         self.wrong = {name for name, (key, layer) in samples.items() if not self._is_right(name, key, layer)}
         """Layers for which peft computes something else; adapters that change them have no slot."""
+        for name in self.wrong:
+            del self._layers[name]
 
     def _why_not_plain(self, key: str, layers: Mapping[str, Any]) -> str | None:
         for name, layer in layers.items():
             is_variant = key in getattr(layer, "lora_variant", ()) or getattr(layer, "lora_bias", {}).get(key)
             if key not in getattr(layer, "lora_A", ()) or is_variant:
                 return f"it changes {name} by other means than the two matrices of LoRA"
-            if layer is self._head:
+            if layer.base_layer is self._head:
                 return f"it changes {name}, which computes logits"
         return None
 
@@ -139,10 +141,10 @@ class AdapterSlots:
             return reason
         for name, layer in layers.items():
             own = self._layers.get(name)
-            if own is None:
-                return f"it changes {name}, which no adapter did at load"
             if name in self.wrong:
                 return f"{name} computes something else than LoRA"
+            if own is None:
+                return f"it changes {name}, which no adapter did at load"
             if layer.r[key] > self.rank:
                 return f"its rank {layer.r[key]} is larger than {self.rank}, the largest at load"
             if layer.lora_A[key].weight.dtype != own.a.dtype:

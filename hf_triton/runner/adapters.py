@@ -190,7 +190,7 @@ class Adapters:
                 return None
             if self._plain != NO_ADAPTER:
                 return "an adapter is active for requests that name none"
-            head = self._model.get_output_embeddings()
+            head = _own_module(self._model.get_output_embeddings())
             adapters = {key: dict(self._layers_of(key)) for key in self._loaded}
             try:
                 self._slots = slots = AdapterSlots(self._names, adapters, head, device, max_tokens)

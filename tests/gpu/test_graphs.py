@@ -138,24 +138,19 @@ class Adapted:
         folder: For the checkpoint and adapters.
         monkeypatch: Has eager forwards counted, and few sizes captured.
         configs: Of the adapters at load, by name.
-        options: Of the engine.
     """
 
-    def __init__(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch, configs: dict[str, dict[str, Any]], **options: Any
-    ) -> None:
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, configs: dict[str, dict[str, Any]]) -> None:
         monkeypatch.setattr(device_step, "NUM_TOKENS", (2, 8, 128))
         self.folder = folder
         self.checkpoint = build_tiny_checkpoint(folder / "model", "llama", eos_token_id=None, tie_word_embeddings=False)
-        model: Any = AutoModelForCausalLM.from_pretrained(self.checkpoint, dtype=torch.float32).eval().to("cuda")
+        model: Any = AutoModelForCausalLM.from_pretrained(self.checkpoint, dtype=torch.float32)
+        model = model.eval().to("cuda")
         fuse(model)
         self.adapters = Adapters(model)
         self.loaded = {name: self.load(name, **config) for name, config in configs.items()}
-        self.engine = start_engine(
-            model,
-            **{"max_num_seqs": 12, "context_length": 128, "decoding": "cuda_graphs", "adapters": self.adapters}
-            | options,
-        )
+        given: dict[str, Any] = {"max_num_seqs": 12, "context_length": 128, "decoding": "cuda_graphs"}
+        self.engine = start_engine(model, adapters=self.adapters, **given)
         self.num_eager = 0
         run_eagerly = ModelRunner._run_eagerly
 
@@ -186,7 +181,7 @@ class Adapted:
         ranges = [TokenRange(at, 0, 3, [5, 6, 7 + at], [at], 4) for at in range(len(chosen))]
         runner.run(Step(tuple(ranges), admitted))
         ranges = [TokenRange(at, 3, 4, [9], [at], 4, samples=(at,)) for at in range(len(chosen))]
-        logits = runner.run(Step(tuple(ranges))).cpu()
+        logits: torch.Tensor = runner.run(Step(tuple(ranges))).cpu()
         runner.run(Step((TokenRange(99, 0, 1, [5], [0], 1),), finished=tuple(range(len(chosen)))))
         return logits
 
@@ -247,7 +242,7 @@ def test_an_adapter_that_overflows_harms_no_other_row(tmp_path: Path, monkeypatc
         found = adapted.logits(None, second, first)
         assert adapted.num_eager == 0
         assert not found[2].isfinite().all()
-        torch.testing.assert_close(found[:2], expected, rtol=0, atol=1e-6)
+        torch.testing.assert_close(found[:2], expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
