@@ -274,8 +274,8 @@ class ModelSettings(BaseModel):
     decoding: Literal["auto", "eager", "cuda_graphs"] = "auto"
     """How the continuous engine, and an encoder that PyTorch computes, run the forwards of small steps (up to 1,024
     tokens) on a GPU. `auto` captures them as CUDA graphs at load, and runs them eagerly, with a reason in the log, if
-    the model cannot be captured; `cuda_graphs` refuses to load then; `eager` captures nothing. Steps with LoRA adapters
-    run eagerly."""
+    the model cannot be captured; `cuda_graphs` refuses to load then; `eager` captures nothing. The
+    document on LoRA adapters says which of their steps are captured."""
 
     pack_weights: Literal["auto"] | bool = "auto"
     """Whether to repack the weights of linear layers for oneDNN on a CPU. `auto` times each shape of layer at load, for

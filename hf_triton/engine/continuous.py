@@ -71,6 +71,8 @@ class ContinuousBatchingEngine(GenerationWorker):
         config = config or EngineConfig()
         self.runner = ModelRunner(model, way, adapters, block_size=config.block_size)
         super().__init__(model, self.runner.device, on_fatal, observer, config)
+        if decoding != "eager":
+            self.runner.allocate_slots()
         self.memory = allocate_cache(
             self.runner,
             max_cache_tokens,

@@ -9,13 +9,14 @@ no adapter changes any more is the model's own again.
 from __future__ import annotations
 
 import itertools
+import logging
 import re
 import threading
 import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,11 +28,14 @@ from hf_triton.errors import CheckpointError, SettingsError
 from hf_triton.runner.adapter_files import PREFIX, AdapterConfig, read_adapter_config, read_tensors, refuse, short
 from hf_triton.runner.adapter_names import NO_ADAPTER, AdapterNames
 from hf_triton.runner.adapter_plan import TOKENS, AdapterPlan, plan_adapter, split_name
+from hf_triton.runner.adapter_slots import AdapterSlots
 from hf_triton.runner.comparison import Comparison
 
 NUM_TRIAL_TOKENS: Final = 5
 SPARE_BYTES: Final = 64 << 20
 """What an adapter's file may have beside twice the bytes of the model."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +77,7 @@ class Adapters:
         self._lock, self._loading = threading.Lock(), threading.Lock()
         self._numbers = itertools.count(1)
         self._loaded: dict[str, weakref.ref[Adapter]] = {}
+        self._slots: AdapterSlots | None = None
         if self._plain != NO_ADAPTER:
             self._hook_layers()
 
@@ -104,6 +109,7 @@ class Adapters:
                 self._inject(adapter, config, plan)
                 self._loaded[adapter.key] = weakref.ref(adapter)
                 self._try_out(adapter)
+                self._admit(adapter.key, name)
             except CheckpointError as error:
                 fault = error.sentence
             except Exception as error:
@@ -161,6 +167,77 @@ class Adapters:
         """
         with self._lock, self._names.of_tokens(*lists):
             yield
+
+    # --- slots: adapters that captured forwards compute with ---------------------------------------------------------
+
+    @property
+    def have_slots(self) -> bool:
+        """Whether `build_slots` has built some."""
+        return self._slots is not None
+
+    def build_slots(self, device: torch.device, max_tokens: int) -> str | None:
+        """Allocate slots for adapters like those that are loaded, whose steps can then be captured.
+
+        Args:
+            device: The model's.
+            max_tokens: The most of a captured step.
+
+        Returns:
+            Why there are none; None: there are, or no adapter is loaded.
+        """
+        with self._changing():
+            if not self._loaded:
+                return None
+            if self._plain != NO_ADAPTER:
+                return "an adapter is active for requests that name none"
+            head = _own_module(self._model.get_output_embeddings())
+            adapters = {key: dict(self._layers_of(key)) for key in self._loaded}
+            try:
+                self._slots = slots = AdapterSlots(self._names, adapters, head, device, max_tokens)
+            except Exception as error:  # no memory; a layer may do anything in its forward
+                return str(error) if type(error) is ValueError else short(error)
+            for key, adapter in list(self._loaded.items()):
+                loaded = adapter()
+                self._admit(key, loaded.name if loaded else key)
+            return None if slots.has_any else "none of the adapters can have a slot"
+
+    def drop_slots(self) -> None:
+        """Have no slots: nothing is captured that computes with them."""
+        self._slots = None
+
+    def _admit(self, key: str, name: str) -> None:
+        """Let a loaded adapter have a slot; the log says why not."""
+        if self._slots is not None and (reason := self._slots.admit(key, dict(self._layers_of(key)))):
+            logger.info("adapter %s: its steps run eagerly, without CUDA graphs: %s", name, reason)
+
+    def _layers_of(self, key: str | None = None) -> Iterator[tuple[str, Any]]:
+        """The layers of peft that an adapter changes, by name; None: all of them."""
+        for name, layer in self._model.named_modules():
+            if _is_adapted(layer) and (key is None or key in layer._get_available_adapters()):
+                yield name, layer
+
+    def bring(self, keys: set[str]) -> bool:
+        """Have a step's adapters in slots, by `Adapter.key`; whether they are."""
+        slots = self._slots
+        if slots is None or not slots.have_room(keys):
+            return False
+        with self._lock if slots.lacks(keys) else nullcontext():
+            slots.bring(keys)
+        return True
+
+    def load_tokens(self, keys: Sequence[str | None], num_tokens: int) -> None:
+        """See `AdapterSlots.load`."""
+        assert self._slots is not None
+        self._slots.load(keys, num_tokens)
+
+    @contextmanager
+    def choose_slots(self, num_tokens: int) -> Iterator[None]:
+        """For a packed forward of so many tokens, whose slots `load_tokens` has brought."""
+        assert self._slots is not None
+        with self.choose(None), self._slots.adding(dict(self._layers_of()), num_tokens):
+            yield
+
+    # --- what an adapter changes -------------------------------------------------------------------------------------
 
     def _plan(self, config: AdapterConfig, tensors: dict[str, torch.Tensor]) -> AdapterPlan:
         """Check an adapter's files, while forwards go on."""
@@ -275,6 +352,8 @@ class Adapters:
         from peft.utils.other import ModulesToSaveWrapper
 
         self._loaded.pop(key, None)
+        if self._slots is not None:
+            self._slots.drop(key)
         for layer in _adapted_layers(self._model):
             if isinstance(layer, ModulesToSaveWrapper):  # peft 0.21 fails where another stays and none is active
                 layer.delete_adapter(key, new_active_adapters=None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -41,6 +41,8 @@ WARM_UP_TOKENS: Final = 1024, 1040
 CPU_BLOCK_SIZE: Final = 64
 """Tokens of a block: a CPU's prefetching wants long runs, a GPU's memory short ones."""
 GPU_BLOCK_SIZE: Final = 16
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,8 @@ class ModelRunner:
         """The most tokens of a sequence with LongRoPE's first set of frequencies; None: the model has one set."""
         self.cache = self._new_cache(1)
         self._graphs: StepGraphs | None = None
+        self._adapter_graphs: StepGraphs | None = None
+        """Those of steps with adapters."""
         self.partly: list[str] = []
         """Which small steps run eagerly though others are captured, and why; see `Worker.slower`."""
         self.is_packed = not self.cache.has_states
@@ -144,42 +148,71 @@ class ModelRunner:
             Why all steps run eagerly; None: small ones are captured.
         """
         reason = self._why_eager()
-        if reason is not None:
-            return reason
-        sizes = step_sizes(max_sequences) if self.is_packed else decode_sizes(max_sequences)
-        try:
-            return self._capture(sizes)
-        except Exception as error:  # a model may do anything in its forward
-            reason = why_experts_wait(error, self.model.dtype, self.device)
+        if reason is None:
+            sizes = step_sizes(max_sequences) if self.is_packed else decode_sizes(max_sequences)
+            try:
+                self._graphs = self._capture(self._forward_on_device, sizes)
+            except Exception as error:  # a model may do anything in its forward
+                waits = why_experts_wait(error, self.model.dtype, self.device)
+                if waits is None or not self._capture_gathering(sizes, waits):
+                    reason = waits or described(error)
+        if self._adapters is not None and self._adapters.have_slots:
             if reason is None:
-                return described(error)
-        with suppress(Exception):
-            few = gathering_sizes(self.model, sizes)
-            with gathered_experts(self.model):
-                if few and self._capture(few) is None:
-                    self.partly.append(f"runs steps of {few[-1].num_tokens + 1} tokens or more eagerly, as {reason}")
-                    logger.warning("the model %s", self.partly[-1])
-                    return None
+                self._capture_adapters(sizes)
+            if self._adapter_graphs is None:
+                self._adapters.drop_slots()
         return reason
 
-    def _capture(self, sizes: list[StepSize]) -> str | None:
-        """Capture the forwards of steps of these sizes, ascending; see `capture`."""
+    def _capture_gathering(self, sizes: Sequence[StepSize], reason: str) -> bool:
+        """Capture the smallest steps of a mixture of experts otherwise; `reason`: why not as it is."""
+        with suppress(Exception):
+            few = gathering_sizes(self.model, sizes)
+            if few:
+                with gathered_experts(self.model):
+                    self._graphs = self._capture(self._forward_on_device, few)
+                self.partly.append(f"runs steps of {few[-1].num_tokens + 1} tokens or more eagerly, as {reason}")
+                logger.warning("the model %s", self.partly[-1])
+                return True
+        return False
+
+    def _capture_adapters(self, sizes: Sequence[StepSize]) -> None:
+        try:
+            self._adapter_graphs = self._capture(self._forward_with_slots, sizes, beside=self._graphs)
+        except Exception as error:
+            self._tell_adapters_eager(described(error))
+
+    def _tell_adapters_eager(self, reason: str) -> None:
+        self.partly.append(f"runs steps with LoRA adapters eagerly: {reason}")
+        logger.warning("the model %s", self.partly[-1])
+
+    def _capture(
+        self,
+        forward: Callable[[DeviceStep], torch.Tensor],
+        sizes: Sequence[StepSize],
+        *,
+        beside: StepGraphs | None = None,
+    ) -> StepGraphs:
+        """The captured forwards of steps of these sizes, ascending.
+
+        Raises:
+            Exception: What the model raises, or RuntimeError: a replay is wrong.
+        """
+        most = sizes[-1].num_sequences
         graphs = capture_graphs(
-            self._forward_on_device,
+            forward,
             self.device,
             sizes=sizes,
-            num_tables=min(sizes[-1].num_sequences * self.cache.num_blocks, MAX_TABLES),
+            num_tables=min(most * self.cache.num_blocks, MAX_TABLES),
+            beside=beside,
         )
-        most = sizes[-1].num_sequences
         if self.is_packed:
             trial = [_trial_step(0, 3), _trial_step(3, 4), _trial_step(0, min(self.block_size, 16), min(8, most))]
         else:
             count = min(3, most, self.cache.num_blocks)
             trial = [Step(tuple(_trial_range(slot, 3, 4) for slot in slots)) for slots in ([0], range(count)[::-1])]
         if not all(self._replays_right(graphs, step) for step in trial):
-            return "captured logits differ from eager ones of the same numbers"
-        self._graphs = graphs
-        return None
+            raise RuntimeError("captured logits differ from eager ones of the same numbers")
+        return graphs
 
     def _replays_right(self, graphs: StepGraphs, step: Step) -> bool:
         """Whether a small step's replay, if there is one, gives what an eager forward of the same numbers gives."""
@@ -193,6 +226,14 @@ class ModelRunner:
             return graphs.replays_right(graph)
         prompts = Step(tuple(_trial_range(part.slot, 0, 3) for part in step.ranges))
         return graphs.replays_right(graph, lambda: self.run(prompts))
+
+    def allocate_slots(self) -> None:
+        """Allocate what steps with adapters need to be captured, while the cache has not taken the memory."""
+        if self._adapters is None or self.device.type != "cuda" or self._is_split or not self.is_packed:
+            return
+        if reason := self._adapters.build_slots(self.device, step_sizes(1)[-1].num_tokens):
+            self._adapters.drop_slots()
+            self._tell_adapters_eager(reason)
 
     def _why_eager(self) -> str | None:
         """Why no step of this model can be captured; None: it can be tried."""
@@ -219,6 +260,15 @@ class ModelRunner:
                 return self._run_model(step, numbers.token_ids[None], numbers.positions[None], numbers.rows)
             logits = self._run_model(step, numbers.token_ids[:, None], numbers.positions[:, None], None)
             return logits[numbers.rows]
+
+    @torch.inference_mode()
+    def _forward_with_slots(self, numbers: DeviceStep) -> torch.Tensor:
+        """The same for a step whose tokens have adapters."""
+        step = StepTensors((), self.block_size, self.device, numbers)
+        assert self._adapters is not None
+        no_long = nullcontext() if self._long_rope is None else self._long_rope.by_token(None)
+        with self._adapters.choose_slots(len(numbers.token_ids)), no_long:
+            return self._run_model(step, numbers.token_ids[None], numbers.positions[None], numbers.rows)
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
@@ -252,13 +302,27 @@ class ModelRunner:
         """Logits of the wanted tokens: a graph's replay, or the model's forward."""
         step = StepTensors(ranges, self.block_size, self.device)
         rows = _logit_rows(ranges, step.bounds)
-        graphs = self._graphs
-        if graphs is not None and (graph := self._find_graph(graphs, step, len(rows))) is not None:
+        keys = [self._adapter_of.get(part.sequence_id) for part in ranges] if self._adapter_of else []
+        adapters = {key for key in keys if key}
+        graphs = self._adapter_graphs if adapters else self._graphs
+        if (
+            graphs is not None
+            and (graph := self._find_graph(graphs, step, len(rows))) is not None
+            and (not adapters or self._bring_adapters(step, keys, graph.size.num_tokens))
+        ):
             graphs.load(step.numbers(graph.size, rows))
             step.put_inflight(graph.step.token_ids, inflight)
             graph.graph.replay()
             return graphs.outputs[: len(rows)]
         return self._run_eagerly(step, rows or [0], inflight)[: len(rows)]  # kernels of linear layers need a row
+
+    def _bring_adapters(self, step: StepTensors, keys: Sequence[str | None], num_tokens: int) -> bool:
+        """Bring a step's adapters to where its graph computes with them; whether there is room."""
+        assert self._adapters is not None
+        if not self._adapters.bring({key for key in keys if key}):
+            return False
+        self._adapters.load_tokens(_by_token(keys, step.ranges), num_tokens)
+        return True
 
     def _run_eagerly(self, step: StepTensors, rows: list[int], inflight: InflightTokens | None) -> torch.Tensor:
         token_ids, positions, index = step.inputs(rows)
@@ -290,8 +354,6 @@ class ModelRunner:
 
     def _find_graph(self, graphs: StepGraphs, step: StepTensors, num_rows: int) -> StepGraph | None:
         """The graph of a step; None: it runs eagerly."""
-        if any(part.sequence_id in self._adapter_of for part in step.ranges):
-            return None
         if self.switch_length is not None and any(part.context_length > self.switch_length for part in step.ranges):
             return None
         if not self.is_packed and step.num_decodes < len(step.ranges):
@@ -306,7 +368,7 @@ class ModelRunner:
         keys = [self._adapter_of.get(part.sequence_id) for part in ranges]
         if not any(keys):
             return self._adapters.choose(None)
-        of_token = [key for key, part in zip(keys, ranges, strict=True) for _ in range(part.num_tokens)]
+        of_token = _by_token(keys, ranges)
         wanted = [of_token[row] for row in rows]
         gathered = [key for key, end in zip(keys, step.ends, strict=True) for _ in range(end)]
         return self._adapters.choose_tokens(of_token, wanted, *([gathered] if self.way.gathers else []))
@@ -328,6 +390,11 @@ def _trial_range(number: int, start: int, end: int) -> TokenRange:
     """Tokens of a sequence that has the block and the state slot of its number."""
     token_ids = [number + at for at in range(start, end)]
     return TokenRange(number, start, end, token_ids, [number], end, samples=(number,), slot=number)
+
+
+def _by_token(keys: Sequence[str | None], ranges: Sequence[TokenRange]) -> list[str | None]:
+    """The adapter of each token, from that of each range."""
+    return [key for key, part in zip(keys, ranges, strict=True) for _ in range(part.num_tokens)]
 
 
 def _groups(ranges: tuple[TokenRange, ...]) -> Iterator[Sequence[TokenRange]]:

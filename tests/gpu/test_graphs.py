@@ -2,6 +2,7 @@
 """CUDA graphs: captured at load, by numbers of tokens and rows alone; the log says why a model runs eagerly."""
 
 import copy
+import gc
 import inspect
 import random
 from collections.abc import Iterator
@@ -15,10 +16,13 @@ from transformers import AutoModelForCausalLM
 
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.errors import CheckpointError
-from hf_triton.runner.adapters import Adapters
+from hf_triton.runner import adapter_slots, device_step
+from hf_triton.runner.adapter_slots import MAX_SLOTS
+from hf_triton.runner.adapters import Adapter, Adapters
+from hf_triton.runner.cuda import fuse
 from hf_triton.runner.device_step import step_sizes
 from hf_triton.runner.model_runner import PACKED, ModelRunner
-from hf_triton.runner.step import Step, TokenRange
+from hf_triton.runner.step import AdmittedSequence, Step, TokenRange
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.testing import build_tiny_checkpoint
 from tests.gpu.conftest import Replays
@@ -124,19 +128,192 @@ def test_a_sequence_beyond_the_switch_of_long_rope_runs_eagerly(replays: Replays
     assert 0 < len(replays.sizes) - num_trials <= 6, "before the switch"
 
 
-def test_steps_with_an_adapter_run_eagerly_and_others_replay(replays: Replays, tmp_path: Path) -> None:
-    checkpoint = build_tiny_checkpoint(tmp_path / "model", "llama", eos_token_id=None, tie_word_embeddings=False)
-    folder = save_adapter(checkpoint, tmp_path / "lora", target_modules="all-linear")
-    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval().to("cuda")
-    adapters = Adapters(model)
-    options: dict[str, Any] = {"decoding": "cuda_graphs", "adapters": adapters}
-    with closing(start_engine(model, max_num_seqs=5, context_length=128, **options)) as engine:
-        client = Client(engine)
-        for each in (adapters.load(folder), None):
-            client.submit(PROMPT, SamplingParams(8 if each else 20), adapter=each)
+# --- adapters --------------------------------------------------------------------------------------------------------
+
+
+class Adapted:
+    """An engine whose graphs were captured while adapters were loaded.
+
+    Args:
+        folder: For the checkpoint and adapters.
+        monkeypatch: Has eager forwards counted, and few sizes captured.
+        configs: Of the adapters at load, by name.
+    """
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, configs: dict[str, dict[str, Any]]) -> None:
+        monkeypatch.setattr(device_step, "NUM_TOKENS", (2, 8, 128))
+        self.folder = folder
+        self.checkpoint = build_tiny_checkpoint(folder / "model", "llama", eos_token_id=None, tie_word_embeddings=False)
+        model: Any = AutoModelForCausalLM.from_pretrained(self.checkpoint, dtype=torch.float32)
+        model = model.eval().to("cuda")
+        fuse(model)
+        self.adapters = Adapters(model)
+        self.loaded = {name: self.load(name, **config) for name, config in configs.items()}
+        given: dict[str, Any] = {"max_num_seqs": 12, "context_length": 128, "decoding": "cuda_graphs"}
+        self.engine = start_engine(model, adapters=self.adapters, **given)
+        self.num_eager = 0
+        run_eagerly = ModelRunner._run_eagerly
+
+        def count(*given: Any) -> torch.Tensor:
+            self.num_eager += 1
+            return run_eagerly(*given)
+
+        monkeypatch.setattr(ModelRunner, "_run_eagerly", count)
+
+    def load(self, name: str, **config: Any) -> Adapter:
+        """Save an adapter and load it."""
+        return self.adapters.load(save_adapter(self.checkpoint, self.folder / name, **config), name)
+
+    def check(self, *chosen: Adapter | None) -> None:
+        """Generate with these adapters side by side, and compare with peft alone."""
+        client = Client(self.engine)
+        prompts = [[*PROMPT, 10 + at] for at in range(len(chosen))]
+        for prompt, adapter in zip(prompts, chosen, strict=True):
+            client.submit(prompt, SamplingParams(8), adapter=adapter)
         found = [ids for outcome in client.outcomes() for ids in token_ids(outcome)]
-    assert found == [generate_with(checkpoint, *each) for each in ((folder, PROMPT, 8), (None, PROMPT, 20))]
-    assert replays.sizes, "those without it"
+        for prompt, adapter, ids in zip(prompts, chosen, found, strict=True):
+            assert ids == generate_with(self.checkpoint, self.folder / adapter.name if adapter else None, prompt, 8)
+
+    def logits(self, *chosen: Adapter | None) -> torch.Tensor:
+        """Logits of a step of a chunk and one token behind it, for each of these adapters."""
+        runner = self.engine.runner
+        admitted = tuple(AdmittedSequence(at, each.key if each else None) for at, each in enumerate(chosen))
+        ranges = [TokenRange(at, 0, 3, [5, 6, 7 + at], [at], 4) for at in range(len(chosen))]
+        runner.run(Step(tuple(ranges), admitted))
+        ranges = [TokenRange(at, 3, 4, [9], [at], 4, samples=(at,)) for at in range(len(chosen))]
+        logits: torch.Tensor = runner.run(Step(tuple(ranges))).cpu()
+        runner.run(Step((TokenRange(99, 0, 1, [5], [0], 1),), finished=tuple(range(len(chosen)))))
+        return logits
+
+
+ALL: dict[str, Any] = {"target_modules": "all-linear", "r": 6}
+QUERY: dict[str, Any] = {"target_modules": ["q_proj", "down_proj"], "r": 3, "lora_alpha": 20, "seed": 1}
+
+
+def test_steps_with_adapters_are_replayed(
+    tmp_path: Path, replays: Replays, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    adapted = Adapted(tmp_path, monkeypatch, {"all": ALL, "query": QUERY})
+    with closing(adapted.engine):
+        first, second = adapted.loaded.values()
+        adapted.check(first, None, second, None, first)
+        adapted.check(None)
+        del first
+        adapted.loaded.clear()
+        others = [adapted.load(f"late{at}", seed=10 + at, r=1 + at % 4) for at in range(MAX_SLOTS)]
+        gc.collect()
+        adapted.adapters.sweep()
+        adapted.check(None, *others)  # in the slots of the former
+        adapted.check(second, *others[:3], second)
+        assert adapted.num_eager == 0
+        assert replays.num_eager == 0
+        monkeypatch.setattr(ModelRunner, "_bring_adapters", lambda *_: False)
+        adapted.check(second, None)
+        assert adapted.num_eager > 0
+    assert "eagerly" not in caplog.text
+
+
+def test_logits_of_adapters_are_the_eager_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapted = Adapted(tmp_path, monkeypatch, {"all": ALL, "query": QUERY, "more": ALL | {"seed": 7}})
+    with closing(adapted.engine):
+        first, second, third = adapted.loaded.values()
+        rows = first, None, second, third, None, first
+        replayed, base = adapted.logits(*rows), adapted.logits(*[None] * 6)
+        assert adapted.num_eager == 0
+        with monkeypatch.context() as patch:
+            patch.setattr(ModelRunner, "_bring_adapters", lambda *_: False)
+            eager = adapted.logits(*rows)
+        assert adapted.num_eager == 2
+        torch.testing.assert_close(replayed, eager, rtol=0, atol=1e-5)
+        assert torch.equal(base[[1, 4]], replayed[[1, 4]]), "a token without an adapter has nothing added"
+        assert (replayed - base)[[0, 2, 3, 5]].abs().amax(-1).min() > 1e-2
+        assert torch.equal(adapted.logits(*[None] * 6), base)
+
+
+def test_an_adapter_that_overflows_harms_no_other_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapted = Adapted(tmp_path, monkeypatch, {"all": ALL, "query": QUERY})
+    with closing(adapted.engine):
+        first, second = adapted.loaded.values()
+        expected = adapted.logits(None, second)
+        for layer in adapted.engine.runner.model.modules():
+            if first.key in getattr(layer, "lora_A", ()):
+                layer.lora_A[first.key].weight.data.fill_(3e38)
+        adapted.adapters._slots._slot_of.clear()  # type: ignore[union-attr]
+        found = adapted.logits(None, second, first)
+        assert adapted.num_eager == 0
+        assert not found[2].isfinite().all()
+        torch.testing.assert_close(found[:2], expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"r": 7}, "its rank 7 is larger than 6, the largest at load"),
+        ({"target_modules": ["k_proj"]}, "k_proj, which no adapter did at load"),
+        ({"target_modules": ["lm_head", "q_proj"]}, "lm_head, which computes logits"),
+        ({"lora_bias": True}, "q_proj by other means"),
+        ({"trainable_token_indices": [5]}, "embed_tokens by other means"),
+    ],
+)
+def test_adapters_without_a_slot_run_eagerly(
+    config: dict[str, Any],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    targets = {"target_modules": ["q_proj", "v_proj"], "r": 6}
+    adapted = Adapted(tmp_path, monkeypatch, {"first": targets})
+    with closing(adapted.engine):
+        other = adapted.load("other", **{"target_modules": ["q_proj"], **config})
+        assert words in caplog.text
+        assert "adapter other: its steps run eagerly" in caplog.text
+        adapted.check(adapted.loaded["first"], None)
+        assert adapted.num_eager == 0
+        adapted.check(adapted.loaded["first"], other, None)
+        assert adapted.num_eager > 0
+
+
+def test_more_adapters_than_slots_run_eagerly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapted = Adapted(tmp_path, monkeypatch, {f"number{at}": {"seed": at} for at in range(MAX_SLOTS + 1)})
+    with closing(adapted.engine):
+        adapted.check(*list(adapted.loaded.values())[1:])
+        assert adapted.num_eager == 0
+        adapted.check(*adapted.loaded.values())
+        assert adapted.num_eager > 0
+
+
+def test_a_layer_whose_sums_are_not_peft_s_runs_eagerly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    add = adapter_slots._add
+
+    def wrong(name: str, *given: Any) -> torch.Tensor:
+        output = add(name, *given)
+        return output + 1 if "k_proj" in name else output
+
+    monkeypatch.setattr(adapter_slots, "_add", wrong)
+    adapted = Adapted(tmp_path, monkeypatch, {"all": ALL, "query": QUERY})
+    with closing(adapted.engine):
+        assert "adapter all: its steps run eagerly" in caplog.text
+        adapted.check(adapted.loaded["query"], None)
+        assert adapted.num_eager == 0
+        adapted.check(adapted.loaded["all"], None)
+        assert adapted.num_eager > 0
+
+
+def test_a_model_without_adapters_at_load_runs_those_that_come_eagerly(
+    tmp_path: Path, replays: Replays, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapted = Adapted(tmp_path, monkeypatch, {})
+    with closing(adapted.engine):
+        assert adapted.engine.runner._adapter_graphs is None
+        adapted.check(adapted.load("late"), None)
+        assert adapted.num_eager > 0
+        adapted.check(None)
+        assert replays.sizes
 
 
 # --- sizes -----------------------------------------------------------------------------------------------------------

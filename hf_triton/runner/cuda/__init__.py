@@ -63,12 +63,17 @@ def why_no_kernel(is_right: Callable[[], bool]) -> str | None:
 
 
 def capture_graphs(
-    forward: Callable[[DeviceStep], torch.Tensor], device: torch.device, *, sizes: Sequence[StepSize], num_tables: int
+    forward: Callable[[DeviceStep], torch.Tensor],
+    device: torch.device,
+    *,
+    sizes: Sequence[StepSize],
+    num_tables: int,
+    beside: StepGraphs | None = None,
 ) -> StepGraphs:
     """Captured forwards, see `StepGraphs`."""
     from hf_triton.runner.cuda.graphs import StepGraphs
 
-    return StepGraphs(forward, device, sizes=sizes, num_tables=num_tables)
+    return StepGraphs(forward, device, sizes=sizes, num_tables=num_tables, beside=beside)
 
 
 def draw(scores: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:

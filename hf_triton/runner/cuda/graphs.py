@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +41,7 @@ class StepGraphs:
         device: Of all tensors.
         sizes: Of the graphs, ascending.
         num_tables: Blocks of all tables of a step, for which there is room; steps with more have no graph.
+        beside: Other graphs, whose memory these use too; those of both run one at a time.
     """
 
     def __init__(
@@ -49,12 +51,13 @@ class StepGraphs:
         *,
         sizes: Sequence[StepSize],
         num_tables: int,
+        beside: StepGraphs | None = None,
     ) -> None:
         self._forward = forward
         self._num_tables = num_tables
         self._numbers = torch.zeros(sizes[-1].num_fixed + num_tables, dtype=torch.int64, device=device)
         self._graphs: list[StepGraph] = []
-        pool = torch.cuda.graph_pool_handle()
+        self._pool: Any = torch.cuda.graph_pool_handle() if beside is None else beside._pool
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         for size in reversed(sizes):  # the largest first: the others find its memory
             step = size.split(self._numbers)
@@ -67,7 +70,7 @@ class StepGraphs:
             graph = torch.cuda.CUDAGraph()
             with (
                 torch.cuda.stream(torch.cuda.current_stream(device)),  # a capture that fails leaves its own behind
-                torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+                torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
             ):
                 self.outputs[: size.num_rows].copy_(forward(step))
             self._graphs.append(StepGraph(size, step, graph))
