@@ -24,7 +24,7 @@ from hf_triton.protocol.names import PROMPT, TEXT
 from hf_triton.protocol.tensors import encode_strings
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.tasks.interface import ResponseConfig
-from hf_triton.tasks.request import InferenceRequest
+from hf_triton.tasks.serving.request import InferenceRequest
 
 INSIDE = "inside"
 

@@ -19,7 +19,7 @@ import torch
 import hf_triton
 from hf_triton.protocol.tensors import Array
 from hf_triton.tasks.interface import ResponseConfig
-from hf_triton.tasks.request import InferenceRequest
+from hf_triton.tasks.serving.request import InferenceRequest
 
 INSIDE = "inside"
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hf_triton.tasks.declared_task import DeclaredTask
     from hf_triton.tasks.encoder_task import EncoderTask
     from hf_triton.tasks.interface import LoadedTask, ResponseConfig
-    from hf_triton.tasks.meter import Meter
+    from hf_triton.tasks.serving.meter import Meter
     from hf_triton.triton_backend.service import Service
 
 check_extras("hf_triton.TritonPythonModel", "model")
@@ -153,8 +153,8 @@ def start_service(
     from hf_triton.stream_door.client import cancel_elsewhere
     from hf_triton.stream_door.server import DoorServer
     from hf_triton.tasks.checked_hooks import check_hooks
-    from hf_triton.tasks.meter import Meter, build_meter
-    from hf_triton.tasks.tracing import build_request_tracer
+    from hf_triton.tasks.serving.meter import Meter, build_meter
+    from hf_triton.tasks.serving.tracing import build_request_tracer
     from hf_triton.triton_backend.cancellation import RequestPoller
     from hf_triton.triton_backend.config import count_instances
     from hf_triton.triton_backend.forwarded_headers import find_forwarded_headers

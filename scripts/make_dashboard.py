@@ -12,8 +12,8 @@ from typing import Any, Final
 from prometheus_client import Counter, Histogram
 from prometheus_client.metrics import MetricWrapperBase
 
-from hf_triton.tasks import metrics as declared
-from hf_triton.tasks.metrics import Metric
+from hf_triton.tasks.serving import metrics as declared
+from hf_triton.tasks.serving.metrics import Metric
 from hf_triton_gateway.http.metrics import Metrics
 
 PATH: Final = Path(__file__).resolve().parents[1] / "deploy" / "grafana" / "hf_triton.json"

@@ -25,8 +25,8 @@ from hf_triton.protocol.structured_output import GRAMMARS, MAX_GRAMMAR
 from hf_triton.protocol.task_declaration import TaskOptions
 from hf_triton.protocol.validation import allowed, table
 from hf_triton.settings import DoorSettings, FormerName, ModelSettings
-from hf_triton.tasks.metrics import METRICS
 from hf_triton.tasks.registry import DECLARED_TASKS, ENCODER_TASKS, task_class
+from hf_triton.tasks.serving.metrics import METRICS
 from hf_triton.tasks.text_generation.response_parser import MAX_SEARCH_S
 from hf_triton.tasks.text_generation.response_template import shipped_markers
 from hf_triton_cli.serving.gateway_options import ALONE

@@ -18,13 +18,13 @@ from hf_triton.encoder.probe import MAX_CONTEXT, Way, probe_inputs, probe_way
 from hf_triton.encoder.types import EncoderInput
 from hf_triton.engine.decoding import DecodingMode, capture_forwards
 from hf_triton.errors import HfTritonError, RequestError
-from hf_triton.runner.adapters import Adapter, Adapters
 from hf_triton.runner.calling import begin_anew
 from hf_triton.runner.cpu import accelerate_encoder
 from hf_triton.runner.cuda import fuse
 from hf_triton.runner.device_step import NUM_TOKENS
 from hf_triton.runner.faults import described
 from hf_triton.runner.graph import GraphModel
+from hf_triton.runner.lora.adapters import Adapter, Adapters
 from hf_triton.runner.positions import max_positions, shares_positions
 
 Reduce = Callable[..., torch.Tensor]

@@ -322,7 +322,7 @@ class FolderCheck:
         self._add("chat template", "ok", "renders a chat")
 
     def _check_adapters(self, hub: Hub, settings: ModelSettings) -> None:
-        from hf_triton.runner.adapter_files import read_adapter_config
+        from hf_triton.runner.lora.adapter_files import read_adapter_config
 
         for name, source in settings.adapters.items():
             about = f"adapter {name}"

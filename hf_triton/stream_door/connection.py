@@ -17,7 +17,7 @@ from typing import Final
 
 from hf_triton.errors import where
 from hf_triton.stream_door.messages import Message, ProtocolError
-from hf_triton.tasks.sender import ResponseSender
+from hf_triton.tasks.serving.sender import ResponseSender
 
 logger = logging.getLogger(__name__)
 

@@ -49,7 +49,7 @@ class StreamDoor:
             TritonModelException: The folder cannot be served; one sentence says why.
         """
         from hf_triton.stream_door.client import Engines, cancel_elsewhere
-        from hf_triton.tasks.meter import Meter
+        from hf_triton.tasks.serving.meter import Meter
         from hf_triton.triton_backend.cancellation import RequestPoller
         from hf_triton.triton_backend.config import load_failures, read_settings, response_config
         from hf_triton.triton_backend.forwarded_headers import find_forwarded_headers

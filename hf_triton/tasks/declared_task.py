@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hf_triton.hub.resolve import Hub
     from hf_triton.settings import ModelSettings
     from hf_triton.tasks.interface import LoadedTask
-    from hf_triton.tasks.meter import Meter
+    from hf_triton.tasks.serving.meter import Meter
 
 
 class DeclaredTask:

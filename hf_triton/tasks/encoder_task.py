@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from hf_triton.hub.sentence_modules import SentenceModules
     from hf_triton.settings import ModelSettings
     from hf_triton.tasks.encoding import EncoderService
-    from hf_triton.tasks.meter import Meter
+    from hf_triton.tasks.serving.meter import Meter
 
 
 Merge = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]

@@ -25,14 +25,14 @@ from hf_triton.protocol.task_declaration import JSON_OUTPUT
 from hf_triton.protocol.task_requests import Row, TaskRequest, encode_results, outputs_to_fill
 from hf_triton.protocol.tensors import Array
 from hf_triton.protocol.token_rows import TokenRow
-from hf_triton.tasks.adapters import AdapterStore
-from hf_triton.tasks.admission import MIN_ENCODER_BYTES, MIN_FILE_BYTES, request_limits
 from hf_triton.tasks.encoder_task import EncodedRow, EncoderTask
 from hf_triton.tasks.engine_task import EngineTask
 from hf_triton.tasks.image_task import ImageTask
 from hf_triton.tasks.interface import ResponseConfig, model_info
-from hf_triton.tasks.meter import Meter
-from hf_triton.tasks.request import InferenceRequest
+from hf_triton.tasks.serving.adapters import AdapterStore
+from hf_triton.tasks.serving.admission import MIN_ENCODER_BYTES, MIN_FILE_BYTES, request_limits
+from hf_triton.tasks.serving.meter import Meter
+from hf_triton.tasks.serving.request import InferenceRequest
 from hf_triton.tasks.tokenizer_answers import TokenizerAnswers
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from hf_triton.encoder.stacked import StackedForward
     from hf_triton.hub.checkpoint import Checkpoint
     from hf_triton.hub.resolve import Hub
-    from hf_triton.runner.adapters import Adapter
+    from hf_triton.runner.lora.adapters import Adapter
     from hf_triton.settings import ModelSettings
 
 NUM_THREADS: Final = 4  # tokenizers run outside the interpreter's lock

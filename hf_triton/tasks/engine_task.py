@@ -14,8 +14,8 @@ from hf_triton.engine.types import Engine, EngineLoad
 from hf_triton.errors import HfTritonError, as_own_error
 from hf_triton.protocol.model_info import ModelInfo
 from hf_triton.protocol.prompts import Limits
-from hf_triton.tasks.adapters import AdapterStore, Waiter
-from hf_triton.tasks.admission import AdmissionGate, PendingResponse
+from hf_triton.tasks.serving.adapters import AdapterStore, Waiter
+from hf_triton.tasks.serving.admission import AdmissionGate, PendingResponse
 from hf_triton.tasks.tokenizer_answers import TokenizerAnswers
 
 Response = TypeVar("Response", bound=PendingResponse)

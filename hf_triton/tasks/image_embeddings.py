@@ -29,10 +29,10 @@ from hf_triton.protocol.task_requests import Row, TaskRequest, TaskResult
 from hf_triton.protocol.tensors import Array
 from hf_triton.protocol.token_rows import TokenRow
 from hf_triton.sentence import param, param_list
-from hf_triton.tasks.admission import MIN_ENCODER_BYTES, request_limits
 from hf_triton.tasks.embeddings import VectorOptions, check_dimensions, cut_vector
 from hf_triton.tasks.encoder_task import EncodedRow
 from hf_triton.tasks.image_task import ImageTask
+from hf_triton.tasks.serving.admission import MIN_ENCODER_BYTES, request_limits
 
 if TYPE_CHECKING:
     import torch

@@ -11,8 +11,8 @@ from hf_triton.engine.types import EngineLoad
 from hf_triton.errors import ERROR_FORM_VERSION
 from hf_triton.hub.spec import CheckpointSpec
 from hf_triton.protocol.model_info import ModelInfo
-from hf_triton.tasks.request import InferenceRequest
-from hf_triton.tasks.sender import ResponseSender
+from hf_triton.tasks.serving.request import InferenceRequest
+from hf_triton.tasks.serving.sender import ResponseSender
 from hf_triton.tasks.tokenizer_answers import TokenizerAnswers
 
 if TYPE_CHECKING:

@@ -29,13 +29,13 @@ from hf_triton.protocol.task_declaration import AUDIO
 from hf_triton.protocol.task_requests import TaskRequest, encode_results, outputs_to_fill, read_task_request
 from hf_triton.protocol.tensors import Array
 from hf_triton.sentence import param
-from hf_triton.tasks.admission import request_limits
 from hf_triton.tasks.audio import Samples, read_audio
 from hf_triton.tasks.automatic_speech_recognition import SpeechOptions, SpeechRecognition
 from hf_triton.tasks.engine_task import EngineTask
 from hf_triton.tasks.interface import ResponseConfig, model_info
-from hf_triton.tasks.meter import Meter
-from hf_triton.tasks.request import InferenceRequest
+from hf_triton.tasks.serving.admission import request_limits
+from hf_triton.tasks.serving.meter import Meter
+from hf_triton.tasks.serving.request import InferenceRequest
 from hf_triton.tasks.tokenizer_answers import TokenizerAnswers
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from hf_triton.protocol.ports import check_config, missing_ports
 from hf_triton.protocol.task_declaration import TaskDeclaration, check_task_input, check_task_output, missing_task_ports
 from hf_triton.settings import AnySettings, LoadedSettings, load_settings
 from hf_triton.tasks.interface import ResponseConfig
-from hf_triton.tasks.sender import ResponseSender
+from hf_triton.tasks.serving.sender import ResponseSender
 from hf_triton.triton_backend.process import use_started_folder
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import triton_python_backend_utils as pb_utils
 
-from hf_triton.tasks.metrics import METRICS, Metric
+from hf_triton.tasks.serving.metrics import METRICS, Metric
 
 
 class MetricsSink:

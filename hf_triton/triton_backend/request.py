@@ -20,8 +20,8 @@ import triton_python_backend_utils as pb_utils
 
 from hf_triton.errors import HfTritonError, RequestError, UnavailableError, where
 from hf_triton.protocol.tracing import wants_traces
-from hf_triton.tasks.metrics import OK
-from hf_triton.tasks.request import InferenceRequest
+from hf_triton.tasks.serving.metrics import OK
+from hf_triton.tasks.serving.request import InferenceRequest
 from hf_triton.triton_backend.cancellation import RequestPoller
 from hf_triton.triton_backend.forwarded_headers import ForwardedHeaders
 from hf_triton.triton_backend.shared_memory import room_for

@@ -19,10 +19,10 @@ from hf_triton.protocol.tensors import encode_strings
 from hf_triton.protocol.tokenizer_request import TOKENIZER_REQUEST
 from hf_triton.sentence import param
 from hf_triton.tasks.interface import ResponseConfig, Task
-from hf_triton.tasks.meter import Meter
-from hf_triton.tasks.request import InferenceRequest
+from hf_triton.tasks.serving.meter import Meter
+from hf_triton.tasks.serving.request import InferenceRequest
+from hf_triton.tasks.serving.tracing import RequestTracer
 from hf_triton.tasks.tokenizer_answers import TokenizerAnswers
-from hf_triton.tasks.tracing import RequestTracer
 from hf_triton.triton_backend.cancellation import RequestPoller
 from hf_triton.triton_backend.forwarded_headers import ForwardedHeaders
 from hf_triton.triton_backend.request import NO_HEADERS, TritonRequest

@@ -9,7 +9,7 @@ from typing import Final
 import pytest
 import yaml
 
-from hf_triton.tasks.metrics import METRICS
+from hf_triton.tasks.serving.metrics import METRICS
 from hf_triton_gateway.http.metrics import Metrics
 from tests.support.paths import ROOT
 from tests.support.programs import ENVIRONMENT, program

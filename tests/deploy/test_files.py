@@ -23,7 +23,7 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from hf_triton.errors import CODES
 from hf_triton.server import free_ports
-from hf_triton.tasks.metrics import METRICS
+from hf_triton.tasks.serving.metrics import METRICS
 from hf_triton_cli.commands import cli
 from hf_triton_gateway.config import GatewayConfig
 from hf_triton_gateway.http.health import LIVE_PATHS, READY_PATHS

@@ -20,8 +20,8 @@ from hf_triton.engine.config import EngineConfig
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.sequence import Completion, Outcome
 from hf_triton.errors import CheckpointError
-from hf_triton.runner.adapters import Adapter, Adapters, without_peft_wrapper
 from hf_triton.runner.cpu import accelerate
+from hf_triton.runner.lora.adapters import Adapter, Adapters, without_peft_wrapper
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.testing import build_tiny_checkpoint
 from tests.support.adapters import generate_with, save_adapter, wrap

@@ -26,9 +26,9 @@ from hf_triton.stream_door import address
 from hf_triton.stream_door.client import Engines
 from hf_triton.stream_door.server import DoorServer
 from hf_triton.tasks.interface import ResponseConfig
-from hf_triton.tasks.meter import Meter, MetricsMeter
-from hf_triton.tasks.metrics import LATENCY, QUEUE_TIME, TIME_TO_FIRST_TOKEN, Metric
-from hf_triton.tasks.sender import ResponseSender
+from hf_triton.tasks.serving.meter import Meter, MetricsMeter
+from hf_triton.tasks.serving.metrics import LATENCY, QUEUE_TIME, TIME_TO_FIRST_TOKEN, Metric
+from hf_triton.tasks.serving.sender import ResponseSender
 from hf_triton.tasks.text_generation.task import build_text_generation
 from hf_triton.testing import build_tiny_checkpoint
 from hf_triton.triton_backend.cancellation import RequestPoller

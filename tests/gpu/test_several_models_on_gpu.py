@@ -15,7 +15,7 @@ from hf_triton.model import start_text_generation
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.settings import ModelSettings
 from hf_triton.tasks.hooks import Hooks
-from hf_triton.tasks.meter import Meter
+from hf_triton.tasks.serving.meter import Meter
 from hf_triton.testing import build_tiny_checkpoint
 from tests.support.engine import Client, check, greedy_ids, prompts
 from tests.support.reference import load_reference

@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoTokenizer
 
 from hf_triton.server import free_ports
-from hf_triton.tasks.metrics import METRICS
+from hf_triton.tasks.serving.metrics import METRICS
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from hf_triton_gateway.config import GatewayConfig
 from tests.support.adapters import save_adapter

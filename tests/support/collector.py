@@ -9,8 +9,8 @@ from typing import Any
 from hf_triton.errors import HfTritonError
 from hf_triton.protocol.ports import OUTPUTS
 from hf_triton.tasks.interface import ResponseConfig
-from hf_triton.tasks.request import InferenceRequest
-from hf_triton.tasks.sender import ResponseSender
+from hf_triton.tasks.serving.request import InferenceRequest
+from hf_triton.tasks.serving.sender import ResponseSender
 from hf_triton.triton_backend.cancellation import RequestPoller
 
 POLLER = RequestPoller(interval_s=0.005)

@@ -21,9 +21,9 @@ from hf_triton.protocol.tensors import Array
 from hf_triton.settings import ModelSettings
 from hf_triton.tasks.automatic_speech_recognition import SpeechRecognition
 from hf_triton.tasks.interface import ResponseConfig
-from hf_triton.tasks.meter import Meter
-from hf_triton.tasks.request import InferenceRequest
-from hf_triton.tasks.sender import ResponseSender
+from hf_triton.tasks.serving.meter import Meter
+from hf_triton.tasks.serving.request import InferenceRequest
+from hf_triton.tasks.serving.sender import ResponseSender
 from tests.support.sentence_checkpoints import quietly
 
 RATE = 16_000

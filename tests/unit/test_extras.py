@@ -25,8 +25,8 @@ from hf_triton.hub.load_failures import QUANTIZED_PACKAGES, explain_load
 from hf_triton.hub.pretrained import load_image_processor
 from hf_triton.protocol.tracing import build_tracing
 from hf_triton.runner import graph
-from hf_triton.runner.adapter_files import _check_method
 from hf_triton.runner.cpu.availability import runs_numba
+from hf_triton.runner.lora.adapter_files import _check_method
 from hf_triton.server import find_tritonserver
 from hf_triton.settings import ModelSettings
 from hf_triton.tasks.audio import import_soundfile

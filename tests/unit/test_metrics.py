@@ -12,10 +12,10 @@ import pytest
 
 from hf_triton.engine.sequence import Completion, RequestTimes, SequenceGroup
 from hf_triton.engine.types import EngineLoad
-from hf_triton.runner.adapters import Adapter
+from hf_triton.runner.lora.adapters import Adapter
 from hf_triton.sampling.params import SamplingParams
-from hf_triton.tasks.meter import Meter, MetricsMeter, build_meter
-from hf_triton.tasks.metrics import (
+from hf_triton.tasks.serving.meter import Meter, MetricsMeter, build_meter
+from hf_triton.tasks.serving.metrics import (
     COMPLETIONS,
     GENERATED_TOKENS,
     IN_FLIGHT,
@@ -147,7 +147,7 @@ def test_a_ratio_returns_to_zero_exactly() -> None:
 
 def test_a_sequence_is_timed_from_its_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
     board, clock = Board(), [100.0]
-    monkeypatch.setattr("hf_triton.tasks.meter.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("hf_triton.tasks.serving.meter.time.monotonic", lambda: clock[0])
     meter = MetricsMeter(board)
     plan = SamplingParams(8, num_return_sequences=2)
     sequence = SequenceGroup([1, 2, 3], plan, times=RequestTimes(99.0))
@@ -191,7 +191,7 @@ def test_requests_and_tokens_are_counted_by_adapter() -> None:
 @pytest.mark.parametrize("counts", [True, False])
 def test_a_request_s_times_are_those_of_its_first_sequence(counts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
-    monkeypatch.setattr("hf_triton.tasks.meter.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("hf_triton.tasks.serving.meter.time.monotonic", lambda: clock[0])
     meter, times = MetricsMeter(Board()) if counts else Meter(), RequestTimes(99.0)
     sequences = [SequenceGroup([1], SamplingParams(8), times=times) for _ in range(2)]
     observers = []

@@ -19,7 +19,7 @@ from hf_triton.protocol.requests import GenerationRequest
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.tasks.checked_hooks import CheckedHooks
 from hf_triton.tasks.hooks import Hooks
-from hf_triton.tasks.sender import ResponseSender
+from hf_triton.tasks.serving.sender import ResponseSender
 from hf_triton.tasks.text_generation.prepare import PreparedPrompt
 from hf_triton.tasks.text_generation.resolve import TaskParams
 from hf_triton.tasks.text_generation.response import MAX_QUICK_TOKENS, GenerationResponse

@@ -34,8 +34,8 @@ from hf_triton.stream_door.messages import (
 )
 from hf_triton.stream_door.server import DoorServer, RemoteRequest
 from hf_triton.tasks.interface import ResponseConfig
-from hf_triton.tasks.request import InferenceRequest
-from hf_triton.tasks.sender import ResponseSender
+from hf_triton.tasks.serving.request import InferenceRequest
+from hf_triton.tasks.serving.sender import ResponseSender
 from hf_triton.triton_backend.cancellation import RequestPoller
 
 SOON_S = 20.0

@@ -24,9 +24,9 @@ from hf_triton.protocol.prompts import Limits, Prompt
 from hf_triton.protocol.requests import GenerationRequest
 from hf_triton.protocol.structured_output import Grammar
 from hf_triton.sampling.params import SamplingParams
-from hf_triton.tasks.adapters import AdapterStore
 from hf_triton.tasks.checked_hooks import CheckedHooks
 from hf_triton.tasks.hooks import Hooks
+from hf_triton.tasks.serving.adapters import AdapterStore
 from hf_triton.tasks.text_generation.chat_template import ChatTemplate
 from hf_triton.tasks.text_generation.detokenizer import TextStream
 from hf_triton.tasks.text_generation.prepare import PromptPreparer

@@ -28,13 +28,13 @@ from hf_triton.protocol.requests import (
 from hf_triton.runner.gpu_memory import WHOLE_GPU, GpuPart
 from hf_triton.sentence import param
 from hf_triton.settings import ModelSettings
-from hf_triton.tasks.adapters import AdapterStore
-from hf_triton.tasks.admission import request_limits
 from hf_triton.tasks.checked_hooks import CheckedHooks
 from hf_triton.tasks.engine_task import EngineTask
 from hf_triton.tasks.hooks import Hooks
 from hf_triton.tasks.interface import ResponseConfig, model_info
-from hf_triton.tasks.request import InferenceRequest
+from hf_triton.tasks.serving.adapters import AdapterStore
+from hf_triton.tasks.serving.admission import request_limits
+from hf_triton.tasks.serving.request import InferenceRequest
 from hf_triton.tasks.text_generation.chat_template import ChatTemplate
 from hf_triton.tasks.text_generation.prepare import PromptPreparer
 from hf_triton.tasks.text_generation.resolve import PromptDefaults
@@ -221,10 +221,10 @@ def build_text_generation(
         LoadError: No engine can run the model, or the folder's defaults contradict it.
     """
     from hf_triton.engine.choose import build_engine
-    from hf_triton.runner.adapters import Adapters
     from hf_triton.runner.cpu import accelerate
     from hf_triton.runner.cuda import fuse
     from hf_triton.runner.device import DeviceContext
+    from hf_triton.runner.lora.adapters import Adapters
 
     limits = request_limits(settings, checkpoint.context_length)
     text_to_text = build_text_to_text(settings.task, checkpoint)

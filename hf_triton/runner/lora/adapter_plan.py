@@ -18,7 +18,7 @@ import regex  # type: ignore[import-untyped]
 import torch
 
 from hf_triton.errors import clip
-from hf_triton.runner.adapter_files import LITERAL, MAX_NAME_CHARACTERS, AdapterConfig, refuse
+from hf_triton.runner.lora.adapter_files import LITERAL, MAX_NAME_CHARACTERS, AdapterConfig, refuse
 
 MAX_COPIES: Final = 256
 """Of a part of a pattern, when it is compiled."""

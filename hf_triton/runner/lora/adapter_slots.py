@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from hf_triton.runner.adapter_names import AdapterNames
+from hf_triton.runner.lora.adapter_names import AdapterNames
 from hf_triton.runner.numerics import agree
 from hf_triton.runner.transfer import copy_to_device
 

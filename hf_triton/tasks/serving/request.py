@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from hf_triton.engine.sequence import RequestTimes
 from hf_triton.errors import CancelledError, DeadlineExceededError, HfTritonError
-from hf_triton.tasks.metrics import UNCOUNTED
+from hf_triton.tasks.serving.metrics import UNCOUNTED
 
 
 class InferenceRequest(ABC):

@@ -19,8 +19,8 @@ from typing import Final, Protocol
 from hf_triton.engine.sequence import Completion, RequestTimes, SequenceGroup, SequenceObserver
 from hf_triton.engine.types import EngineLoad, Observer
 from hf_triton.errors import CODES, where
-from hf_triton.tasks import metrics
-from hf_triton.tasks.metrics import METRICS, OK, UNCOUNTED, Metric
+from hf_triton.tasks.serving import metrics
+from hf_triton.tasks.serving.metrics import METRICS, OK, UNCOUNTED, Metric
 
 logger = logging.getLogger(__name__)
 

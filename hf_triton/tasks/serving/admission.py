@@ -14,7 +14,7 @@ from hf_triton.engine.types import EngineLoad
 from hf_triton.errors import HfTritonError, ShuttingDownError, UnavailableError
 from hf_triton.protocol.prompts import BYTES_PER_TOKEN, Limits
 from hf_triton.settings import ModelSettings
-from hf_triton.tasks.request import InferenceRequest
+from hf_triton.tasks.serving.request import InferenceRequest
 
 MIN_ENCODER_BYTES: Final = 1 << 18
 """Of a text for an encoder: documents are cut to the context, or read in windows."""
