@@ -408,7 +408,7 @@ def test_a_model_whose_replay_is_wrong_runs_eagerly(
 
 def test_graphs_that_are_required_and_cannot_be_had_are_an_error(tmp_path: Path) -> None:
     model = load("deepseek-v3", tmp_path).to("cuda")
-    with pytest.raises(CheckpointError, match=r"decoding cuda_graphs .*whole sequences.*set decoding to auto"):
+    with pytest.raises(CheckpointError, match=r"decoding cuda_graphs .*copied at every step.*set decoding to auto"):
         start_engine(model, max_num_seqs=5, context_length=128, decoding="cuda_graphs")
 
 
