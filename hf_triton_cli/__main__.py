@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m hf_triton_cli` is `hf-triton`."""
 
-from hf_triton_cli.commands import main
+from hf_triton_cli.command import main
 
 main()

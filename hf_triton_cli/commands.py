@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `hf-triton`. A client of the server like any other; no module imports it."""
+"""The commands of `hf-triton`, in the sections of its help, and how an error ends one. Imports no command."""
 
 from __future__ import annotations
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Embeddings, scores, classes, entities, audio: the APIs of models that do not generate text."""
+"""Embeddings, scores, classes and entities; speech to text."""

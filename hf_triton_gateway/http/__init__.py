@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What HTTP asks of the gateway beside its endpoints: bodies, limits, errors, streams, metrics, pages."""
+"""What is of HTTP and of no model: bodies, limits, errors, streams, TLS, and endpoints for health, metrics and pages."""
