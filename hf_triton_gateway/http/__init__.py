@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is of HTTP and of no model: bodies, limits, errors, streams, TLS, and endpoints for health, metrics and pages."""
+"""What is of HTTP and of no model: bodies, limits, errors, streams, TLS; endpoints for health, metrics and pages."""
