@@ -13,6 +13,7 @@ from hf_triton.files import read_json
 from hf_triton.folders.download import in_typed_words
 from hf_triton.hub.kernels import LOCK, find_kernels, find_pulled, kernel_cache, quantization_of, read_lock, write_lock
 from hf_triton.hub.resolve import Hub
+from hf_triton.hub.snapshot import purge_damaged
 from hf_triton.settings import ModelSettings
 
 
@@ -47,8 +48,9 @@ def fetch_kernels(model: str, settings: ModelSettings) -> Iterator[str]:
         pulled = find_pulled(kernel.name, cache)
         if pulled is None:
             commit = lock.get(kernel.name, kernel.revision)
+            purge_damaged(cache / kernel.cache_name / "snapshots" / commit)
             pulled = hub.fetch_kernel(dataclasses.replace(kernel, revision=commit), cache)
         if kernel.name not in lock:
-            write_lock(cache, lock | {kernel.name: pulled.name})
+            write_lock(cache, read_lock(cache) | {kernel.name: pulled.name})  # another pull may have written
             yield f"{cache / LOCK}: {kernel.name} is locked at {pulled.name} from now on"
         yield f"{model}: {pulled}"

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from hf_triton.errors import CheckpointError
+from hf_triton.errors import CheckpointError, clip
 from hf_triton.hub.sizes import read_safetensors_header
 from hf_triton.hub.snapshot import weight_files
 from hf_triton.settings import ModelSettings
@@ -35,6 +35,13 @@ def check_scales(folder: Path, quantization: Mapping[str, Any], settings: ModelS
     method, block = quantization.get("quant_method"), quantization.get("weight_block_size", BLOCK)
     if method not in ("fp8", "mxfp4"):
         return
+    is_block = isinstance(block, list | tuple) and len(block) == 2
+    if block and not (is_block and all(type(size) is int and size > 0 for size in block)):
+        raise CheckpointError(
+            "checkpoint_invalid",
+            f"weight_block_size in config.json of {settings.huggingface_model} must be two integers > 0, got "
+            f"{clip(block)}: correct it, or choose another revision",
+        )
     names = weight_files(folder, os.listdir(folder), settings.allow_pickle)
     files = [folder / name for name in names if name.endswith(".safetensors") and (folder / name).exists()]
     tensors = {name: tensor for file in files for name, tensor in read_safetensors_header(file).items()}

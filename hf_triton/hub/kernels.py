@@ -7,6 +7,7 @@ They are code for a GPU, in repositories of their own. `hf-triton pull --kernels
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
@@ -83,7 +84,9 @@ def read_lock(cache: Path) -> dict[str, str]:
     """
     try:
         lock: Any = read_json(cache / LOCK)
-        if isinstance(lock, dict) and all(re.fullmatch("[0-9a-f]{40}", str(commit)) for commit in lock.values()):
+        if isinstance(lock, dict) and all(
+            isinstance(commit, str) and re.fullmatch("[0-9a-f]{40}", commit) for commit in lock.values()
+        ):
             return lock
     except FileNotFoundError:
         return {}
@@ -104,14 +107,18 @@ def write_lock(cache: Path, lock: Mapping[str, str]) -> None:
 
 
 def find_pulled(name: str, cache: Path) -> Path | None:
-    """The folder of a kernel at its locked commit; None unless every file is there with the checksum of its name."""
+    """The folder of a kernel at its locked commit.
+
+    None unless a build for this machine is there, and every file has the checksum of its name.
+    """
     if (commit := read_lock(cache).get(name)) is None:
         return None
     folder = cache / kernel_spec(name, commit).cache_name / "snapshots" / commit
     if any(path.is_file() for path in unchecked_mark(folder, "").rglob("*")):  # of a pull that was stopped
         return None
     files = [path for path in folder.glob("build/**/*") if path.is_symlink() or path.is_file()]
-    return folder if files and all(path.is_file() and is_sound(path) for path in files) else None
+    fits = fitting_builds([path.relative_to(folder).as_posix() for path in files])
+    return folder if fits and all(path.is_file() and is_sound(path) for path in files) else None
 
 
 def fitting_builds(names: Collection[str]) -> list[str]:
@@ -146,18 +153,20 @@ def use_pulled() -> None:
     from transformers.integrations import hub_kernels
     from transformers.utils.import_utils import is_kernels_available
 
+    # By name: transformers asks for some in every layer of every forward.
+    find = functools.cache(lambda name: find_pulled(name, kernel_cache(os.environ)))
+
+    def load(name: str, **_: Any) -> Any:
+        folder = find(name)
+        if folder is None:  # of this type, transformers takes another way where it has one
+            raise FileNotFoundError(f"the kernel {name} has not been pulled")
+        from kernels import get_local_kernel
+
+        with _offline():
+            return get_local_kernel(folder)
+
     if is_kernels_available():
-        hub_kernels.get_kernel_hub = _load_pulled  # type: ignore[attr-defined]
-
-
-def _load_pulled(name: str, **_: Any) -> Any:
-    folder = find_pulled(name, kernel_cache(os.environ))
-    if folder is None:  # of this type, transformers takes another way where it has one
-        raise FileNotFoundError(f"the kernel {name} has not been pulled")
-    from kernels import get_local_kernel
-
-    with _offline():
-        return get_local_kernel(folder)
+        hub_kernels.get_kernel_hub = load  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -232,6 +232,7 @@ def load_model(
 def _load_model(
     folder: Path, config: Any, settings: ModelSettings, device_map: Any, auto_class_name: str | None
 ) -> Any:
+    use_pulled()
     auto_class = model_class(folder, config, settings, auto_class_name)
     if not settings.has_weights:
         import torch
@@ -243,7 +244,6 @@ def _load_model(
             return _with_attention(settings, _dummy_loader(auto_class, config, settings, device_map))
     check_sizes(auto_class, folder, config, settings)
     check_scales(folder, stored_quantization(config), settings)
-    use_pulled()
     why = undo_without_kernels(config, settings, is_on_cpu=device_map == {"": "cpu"})
     if why is not None:
         logger.warning("%s: its quantisation is undone at load, since %s", settings.huggingface_model, why)
@@ -352,6 +352,7 @@ def check_quantization(config: Any, settings: ModelSettings) -> tuple[str, bool,
 
     device_map = {"": "cuda" if torch.cuda.is_available() else "cpu"}
     config = copy.deepcopy(config)
+    use_pulled()
     with loading("the weights", settings):
         why = undo_without_kernels(config, settings)
         wanted = _quantization(settings, is_undone=why is not None) if settings.quantization_config else None
@@ -374,6 +375,7 @@ def check_attention(auto_class: Any, config: Any, settings: ModelSettings) -> No
         return
     import torch
 
+    use_pulled()
     with loading("the model", settings), torch.device("meta"):
         auto_class.from_config(config, dtype=torch.bfloat16, attn_implementation=settings.attn_implementation)
 

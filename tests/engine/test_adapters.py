@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from hf_triton.engine.batch_engine import BatchEngine
@@ -192,6 +194,28 @@ def test_an_adapter_that_is_not_held_leaves_the_model(checkpoint: Path, folders:
     assert set(model.peft_config) == {held.key, last.key}
     names = {name for name, _ in model.named_parameters() if "lora" in name}
     assert {name.split(".")[-2] for name in names} == {held.key, last.key}
+
+
+class EightBits(nn.Linear):
+    """A linear layer with weights in FP8."""
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return functional.linear(states, self.weight.to(states.dtype))
+
+
+def test_lora_of_layers_in_fp8_is_computed_in_the_models_dtype(checkpoint: Path, folders: dict[str, Path]) -> None:
+    logits = []
+    for is_narrow in (False, True):
+        model = load_model(checkpoint)
+        for layer in [layer for name, layer in model.named_modules() if "self_attn." in name]:
+            narrow = layer.weight.detach().to(torch.float8_e4m3fn)
+            layer.weight = nn.Parameter(narrow if is_narrow else narrow.to(model.dtype), requires_grad=False)
+            layer.__class__ = EightBits if is_narrow else type(layer)
+        adapters = Adapters(model)
+        adapter = adapters.load(folders["attention"])
+        with torch.inference_mode(), adapters.choose([adapter]):
+            logits.append(model(torch.tensor([[5, 60, 7]])).logits)
+    torch.testing.assert_close(*logits)
 
 
 def test_a_peft_model_keeps_continuous_batching(checkpoint: Path, folders: dict[str, Path]) -> None:

@@ -107,6 +107,14 @@ def test_scales_of_other_blocks_are_refused_by_name(quantized: tuple[Path, dict[
     assert "is [320, 192] and has [5, 3] scales, against [3, 2] by weight_block_size [128, 128]" in sentence
 
 
+@pytest.mark.parametrize("block", [[128], [0, 128], [128, 128.0], 128, "128"])
+def test_blocks_that_are_none_are_refused(block: Any, quantized: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    folder, _ = quantized
+    edit_config(folder, quantization_config=CONFIG | {"weight_block_size": block})
+    with pytest.raises(CheckpointError, match=r"weight_block_size in config.json of .* must be two integers > 0, got"):
+        load(folder)
+
+
 def gpt_oss(folder: Path) -> dict[str, torch.Tensor]:
     """A checkpoint of gpt-oss with experts in MXFP4; returns its experts as they are when they are widened."""
     config = AutoConfig.for_model(

@@ -59,6 +59,11 @@ def test_a_whole_kernel_is_found_at_its_locked_commit(snapshot: Path, tmp_path: 
     assert find_pulled(KERNEL, tmp_path) is None
 
 
+def test_a_kernel_for_another_machine_is_not_found(snapshot: Path, tmp_path: Path) -> None:
+    (snapshot / "build" / "torch-cuda").rename(snapshot / "build" / "torch213-cxx11-cu130-riscv64-linux")
+    assert find_pulled(KERNEL, tmp_path) is None
+
+
 def test_half_a_kernel_is_not_found(snapshot: Path, tmp_path: Path) -> None:
     mark = unchecked_mark(snapshot, "build/torch-cuda/other.py")  # a pull that was stopped
     mark.parent.mkdir(parents=True)
@@ -74,7 +79,10 @@ def test_an_altered_kernel_is_not_found(snapshot: Path, tmp_path: Path) -> None:
     assert find_pulled(KERNEL, tmp_path) is None
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"a/b": 1}', '{"a/b": "main"}', '{"a/b": null}', "\xff", "[" * 9999])
+LOCKS = ("", "{", "[]", '{"a/b": 1}', f'{{"a/b": {10**39}}}', '{"a/b": "main"}', '{"a/b": null}', "\xff", "[" * 9999)
+
+
+@pytest.mark.parametrize("text", LOCKS)
 def test_a_damaged_lock_file_is_an_error(text: str, tmp_path: Path) -> None:
     (tmp_path / LOCK).write_text(text, encoding="latin-1")
     with pytest.raises(CheckpointError) as error:

@@ -22,6 +22,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from torch import nn
 from torch.nn import functional
 
 from hf_triton.runner.lora.adapter_names import AdapterNames
@@ -99,7 +100,7 @@ class AdapterSlots:
     def _why_not_plain(self, key: str, layers: Mapping[str, Any]) -> str | None:
         for name, layer in layers.items():
             is_variant = key in getattr(layer, "lora_variant", ()) or getattr(layer, "lora_bias", {}).get(key)
-            if key not in getattr(layer, "lora_A", ()) or is_variant:
+            if key not in getattr(layer, "lora_A", ()) or is_variant or type(layer.lora_A[key]) is not nn.Linear:
                 return f"it changes {name} by other means than the two matrices of LoRA"
             if layer.base_layer is self._head:
                 return f"it changes {name}, which computes logits"

@@ -268,6 +268,8 @@ class Adapters:
         from peft import inject_adapter_in_model
 
         self._check_company(plan)
+        for name in plan.ranks:
+            _compute_in(self._model.dtype, self._model.get_submodule(name))
         names: Any = dict.fromkeys(f"{layer}.lora_A" for layer in plan.ranks)
         inject_adapter_in_model(_peft_config(config, plan), self._model, adapter.key, state_dict=names)
         self._hook_layers()
@@ -447,6 +449,14 @@ def _is_adapted(layer: Any) -> bool:
     from peft.utils.other import AuxiliaryTrainingWrapper
 
     return isinstance(layer, LoraLayer | AuxiliaryTrainingWrapper)
+
+
+def _compute_in(dtype: torch.dtype, layer: Any) -> None:
+    """Have peft make LoRA's weights of an FP8 layer in the model's dtype: by itself it takes the layer's, 8 bits."""
+    layer = getattr(layer, "base_layer", layer)
+    weight = getattr(layer, "weight", None)
+    if isinstance(weight, torch.Tensor) and weight.is_floating_point() and weight.dtype.itemsize == 1:
+        layer.compute_dtype = dtype
 
 
 def _own_module(layer: Any) -> Any:
