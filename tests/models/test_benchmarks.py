@@ -53,7 +53,7 @@ def test_a_failed_request_is_no_figure(benchmark: ModuleType) -> None:
 def run(benchmark: ModuleType, arguments: str) -> str:
     threads = torch.get_num_threads()
     try:
-        return CliRunner().invoke(benchmark.main, arguments.split(), catch_exceptions=False).output
+        return CliRunner().invoke(benchmark.main, arguments.split(), catch_exceptions=False).stdout
     finally:
         torch.set_num_threads(threads)
 
