@@ -91,7 +91,7 @@ def test_the_benchmark_of_linear_layers_has_all_ways(benchmark: ModuleType, monk
         monkeypatch.setattr(benchmark, "NUM_BYTES", 1e6)
         monkeypatch.setattr(benchmark, "TOLERANCE", float("inf"))
         run = CliRunner().invoke(benchmark.main, ["--rounds", "1"], catch_exceptions=False)
-        ratios = [float(line.split()[-3]) for line in run.output.splitlines()[1:]]
+        ratios = [float(line.split()[-3]) for line in run.stdout.splitlines()[1:]]
         assert len(ratios) == 2 * len(benchmark.SHAPES) * len(benchmark.COUNTS)
         assert min(ratios) > 0
 
