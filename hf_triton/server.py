@@ -53,6 +53,8 @@ TELLING_LINES: Final = 12
 STACK_BYTES = 256 << 20
 HTTP_RESTRICTED: Final = "--http-restricted-api="
 GRPC_RESTRICTED: Final = "--grpc-restricted-protocol="
+STUB_TIMEOUT_S: Final = 120
+"""How long a model's process may take until it runs Python: more than 30 s where many start at once on few cores."""
 ADMIN_APIS: Final = ("model-repository", "shared-memory", "trace", "logging")
 """What changes a server: loading (and the index), regions of shared memory, where Triton writes traces and logs."""
 ADMIN_HEADER: Final = "admin-key"
@@ -439,6 +441,7 @@ class TritonServer:
             *(f"--model-repository={path}" for path in model_repositories),
             *([f"--backend-directory={backend}"] if backend else []),
             f"--backend-config=python,shm-region-prefix-name={self._shm_prefix}",
+            f"--backend-config=python,stub-timeout-seconds={STUB_TIMEOUT_S}",
             f"--exit-on-error={str(self._exit_on_error).lower()}",
             f"--http-address={self.host}",
             f"--http-port={self.http_port}",
