@@ -385,7 +385,7 @@ def _quantization(settings: ModelSettings, *, is_undone: bool = False) -> Any:
     from transformers.quantizers.auto import AutoQuantizationConfig
 
     kind = json.dumps(settings.quantization_config.get("quant_type"))
-    if "Float8DynamicActivation" in kind and not computes_fp8():  # which torchao says where nobody reads it
+    if "Float8DynamicActivation" in kind and not computes_fp8():
         raise CheckpointError(
             "device_unavailable",
             "the setting quantization_config has torchao compute in FP8, which needs a GPU of CUDA capability 8.9 (L4, "
