@@ -232,7 +232,8 @@ test-page: $(SETUP) ## Test the chat page in a headless Chromium
 	tests/openai/setup.sh
 	REQUIRE_CHROMIUM=1 $(BIN)/pytest tests/openai/test_page*.py $(call record,$@)
 
-# PYTHON312 of the environment or the command line is the base's Python in place of Debian's 3.11.
+# The base's Python is PYTHON312 where pip's settings offer torch's CPU build for it, else Debian's 3.11.
+test-container: export PYTHON312 := $(PYTHON312)
 test-container: $(SETUP) ## Build the container image on a stand-in base and try it (podman or docker)
 	tests/container/setup.sh
 	REQUIRE_CONTAINER=1 $(BIN)/pytest -m container tests/container $(call record,$@)

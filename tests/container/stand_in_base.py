@@ -5,9 +5,9 @@ NVIDIA's image has 20 GB and is in a registry that a test machine may not reach.
 tritonserver of the nvidia-pytriton wheel, arranged as in NVIDIA's image: /opt/tritonserver on PATH, the user
 triton-server with id 1000 and no home, an entrypoint that executes its arguments, a Python that pip may change.
 
-That Python is Debian's 3.11. PYTHON312 in the environment names a 3.12, as NVIDIA's is, with its libpython beside it:
-a copy of it takes that place. torch's CPU wheel for it must be in a folder of pip's find-links; elsewhere there is a
-CUDA build of 6 GB alone.
+That Python is a copy of the 3.12 that PYTHON312 in the environment names, as NVIDIA's is, with its libpython beside it.
+It is Debian's 3.11 where PYTHON312 is empty, or where pip's settings offer torch for 3.12 as a CUDA build of 6 GB
+alone; PyTorch's CPU index in PIP_EXTRA_INDEX_URL offers the other.
 
 It also has the host's pip settings with their constraints and, if they name a folder of wheels, the torch wheel in
 that folder, which is the CPU build on a host without a GPU.
@@ -35,12 +35,23 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 SUITE = "bookworm"
 PACKAGES = ["ca-certificates", "curl", "libpython3.11", "python3", "python3-pip"]
-PYTHON312 = os.environ.get("PYTHON312", "")
-PYTHON = "3.12" if PYTHON312 else "3.11"
 CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
 WHEELS = "/opt/wheels"
 CONSTRAINTS = "/etc/pip_constraints.txt"
 NO_ENGINE = 3
+
+
+def offers_cpu_torch(python: str) -> bool:
+    """Whether pip's settings offer the pinned torch for this version of Python as the build for processors."""
+    options = ["--only-binary=:all:", "--python-version", python]
+    command = [sys.executable, "-m", "pip", "index", "versions", "torch", *options]
+    offered = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    pinned = importlib.metadata.version("torch").partition("+")[0]
+    return f"{pinned}+cpu" in offered.partition("INSTALLED")[0]
+
+
+PYTHON312 = os.environ.get("PYTHON312", "") if offers_cpu_torch("3.12") else ""
+PYTHON = "3.12" if PYTHON312 else "3.11"
 
 ENTRYPOINT = """\
 #!/bin/bash
@@ -207,8 +218,7 @@ def _copy_tritonserver(context: Path) -> None:
 def main() -> None:
     engine, environment = find_engine()
     settings = pip_settings()
-    if PYTHON312 and not torch_wheels(settings):
-        sys.exit("no folder of pip's find-links has torch's CPU wheel for Python 3.12: leave PYTHON312 out")
+    print(f"the stand-in has Python {PYTHON}", file=sys.stderr)
     image = image_tag(settings)
     if not _succeeds([engine, "image", "inspect", image], environment):
         with tempfile.TemporaryDirectory() as context:
