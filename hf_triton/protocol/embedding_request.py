@@ -16,7 +16,7 @@ import numpy as np
 
 from hf_triton.errors import RequestError, clip
 from hf_triton.protocol.task_declaration import NUM_TOKENS, TaskOptions, TaskOutput
-from hf_triton.protocol.tensors import Array, decode_string, encode_strings
+from hf_triton.protocol.tensor_values import Array, decode_string, encode_strings
 from hf_triton.protocol.validation import parse_json
 from hf_triton.sentence import param
 

@@ -12,9 +12,9 @@ import numpy as np
 from pydantic_core import from_json
 
 from hf_triton.errors import RequestError, clip
-from hf_triton.protocol.chat import Chat, parse_chat
+from hf_triton.protocol.chat_request import Chat, parse_chat
 from hf_triton.protocol.names import MESSAGES, PROMPT, PROMPT_TOKEN_IDS
-from hf_triton.protocol.tensors import Array, decode_string
+from hf_triton.protocol.tensor_values import Array, decode_string
 from hf_triton.sentence import param
 from hf_triton.sentence import row as row_words
 

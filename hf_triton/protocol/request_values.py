@@ -9,8 +9,8 @@ from typing import Final
 import numpy as np
 
 from hf_triton.errors import ERROR_FORM, RequestError
-from hf_triton.protocol.tensors import Array, values_per_prompt
-from hf_triton.protocol.tracing import TRACE_CONTEXT
+from hf_triton.protocol.otlp import TRACE_CONTEXT
+from hf_triton.protocol.tensor_values import Array, values_per_prompt
 from hf_triton.sentence import param, param_list
 from hf_triton.sentence import row as row_words
 

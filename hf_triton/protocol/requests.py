@@ -14,12 +14,11 @@ from typing import Final, TypeVar
 from pydantic import BaseModel
 
 from hf_triton.errors import RequestError, clip
-from hf_triton.protocol.chat import Chat
+from hf_triton.protocol.chat_request import Chat
+from hf_triton.protocol.declared_ports import PROMPT_LOGPROBS, element_type, is_array
 from hf_triton.protocol.dialects import ALIASES, BEAM_SEARCH, GUIDES, NO_EFFECT, SUGGESTIONS, UNSUPPORTED, has_no_effect
 from hf_triton.protocol.names import CANCEL, MESSAGES, PROMPT, PROMPT_ALIASES, PROMPT_TOKEN_IDS
-from hf_triton.protocol.options import CHAT_OPTIONS, OPTIONS, PARAMETERS, RequestOptions, parse_options
 from hf_triton.protocol.parameters import GenerationParameters, parse_parameters, unknown_parameter
-from hf_triton.protocol.ports import PROMPT_LOGPROBS, element_type, is_array
 from hf_triton.protocol.prompts import (
     SOURCES,
     Limits,
@@ -29,8 +28,9 @@ from hf_triton.protocol.prompts import (
     decode_token_ids,
     prompt_shape,
 )
+from hf_triton.protocol.request_options import CHAT_OPTIONS, OPTIONS, PARAMETERS, RequestOptions, parse_options
 from hf_triton.protocol.request_values import given_name, in_row, is_triton_parameter, merge_values
-from hf_triton.protocol.tensors import Array, values_per_prompt
+from hf_triton.protocol.tensor_values import Array, values_per_prompt
 from hf_triton.protocol.validation import MAX_JSON, json_error, read_json, reject_duplicates
 from hf_triton.sentence import param, param_list
 

@@ -12,9 +12,9 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from hf_triton.errors import SettingsError, clip
+from hf_triton.protocol.declared_ports import TENSOR_TYPES
 from hf_triton.protocol.names import INPUT_ALIASES, TEXT_ALIASES
 from hf_triton.protocol.names import JSON_OUTPUT as JSON_OUTPUT
-from hf_triton.protocol.ports import TENSOR_TYPES
 from hf_triton.protocol.token_rows import TOKEN_INPUTS, TOKEN_TYPE
 from hf_triton.protocol.validation import suggest, value_type
 
@@ -169,7 +169,7 @@ class TaskDeclaration:
 def missing_task_ports(
     declaration: TaskDeclaration, config: Mapping[str, Any], parameters_as_inputs: bool
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The inputs and outputs that config.pbtxt leaves out, in Triton's form; see `ports.missing_ports`."""
+    """The inputs and outputs that config.pbtxt leaves out, in Triton's form; see `declared_ports.missing_ports`."""
     has_inputs, has_outputs = ({port["name"] for port in config[side]} for side in ("input", "output"))
     batch = [] if config["max_batch_size"] > 0 else [-1]
     inputs = _inputs(declaration, batch, parameters_as_inputs) if parameters_as_inputs or not has_inputs else ()

@@ -25,7 +25,7 @@ from hf_triton.protocol.task_declaration import (
     DeclaredOptions,
     TaskDeclaration,
 )
-from hf_triton.protocol.tensors import Array, encode_strings
+from hf_triton.protocol.tensor_values import Array, encode_strings
 from hf_triton.protocol.token_rows import TokenRow, pad_rows, read_token_rows
 from hf_triton.protocol.validation import MAX_NAME, suggest, validated, value_type
 from hf_triton.sentence import param, param_list, remedy

@@ -11,7 +11,7 @@ import numpy as np
 
 from hf_triton.errors import RequestError
 from hf_triton.protocol.prompts import Limits, check_size
-from hf_triton.protocol.tensors import Array
+from hf_triton.protocol.tensor_values import Array
 from hf_triton.sentence import param, row
 
 INPUT_IDS: Final = "input_ids"

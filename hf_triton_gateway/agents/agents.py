@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
 import annotated_types
 from pydantic import BaseModel
 
-from hf_triton_gateway.agents.blocks import Block, Blocks, Step
+from hf_triton_gateway.agents.answer_blocks import Block, Blocks, Step
+from hf_triton_gateway.app_state import Gateway
 from hf_triton_gateway.chat.answers import delta_of
-from hf_triton_gateway.chat.chat import ChatRequest
+from hf_triton_gateway.chat.chat_completions import ChatRequest
 from hf_triton_gateway.chat.conversation import Conversation
 from hf_triton_gateway.chat.fields import Fields, Ignored, sampling_fields
-from hf_triton_gateway.gateway import Gateway
+from hf_triton_gateway.http.api_errors import ApiError
 from hf_triton_gateway.http.bodies import beside, write_json
-from hf_triton_gateway.http.errors import ApiError
 from hf_triton_gateway.triton.triton_messages import TEXT_GENERATION, Generation, Outputs, size_of
 
 SAMPLING: Final = (

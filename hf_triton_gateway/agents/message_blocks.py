@@ -10,13 +10,13 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 import annotated_types
 
 from hf_triton.errors import clip
-from hf_triton.protocol.chat import ASSISTANT
+from hf_triton.protocol.chat_request import ASSISTANT
 from hf_triton.protocol.past import INVALID_JSON
 from hf_triton_gateway.agents.agents import ANY
-from hf_triton_gateway.agents.blocks import REASONING, TEXT, Block
+from hf_triton_gateway.agents.answer_blocks import REASONING, TEXT, Block
 from hf_triton_gateway.chat.conversation import Conversation, parse_at, parse_past, unseen
 from hf_triton_gateway.chat.fields import HINT, Fields, Ignored
-from hf_triton_gateway.http.errors import ApiError
+from hf_triton_gateway.http.api_errors import ApiError
 from hf_triton_gateway.http.hints import pass_over
 
 PASSED_OVER: Final = {

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from hf_triton_gateway.agents.agents import named_event
-from hf_triton_gateway.agents.blocks import CUSTOM_CALL, REASONING, TEXT, TOOL_CALL, Block, Step
+from hf_triton_gateway.agents.answer_blocks import CUSTOM_CALL, REASONING, TEXT, TOOL_CALL, Block, Step
 from hf_triton_gateway.agents.response_items import ResponseItems
 
 PIECES: Final[Mapping[str, tuple[str, str]]] = {

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final, Literal
 
 from hf_triton.errors import clip
-from hf_triton.protocol.chat import ASSISTANT
+from hf_triton.protocol.chat_request import ASSISTANT
 from hf_triton.protocol.custom_tools import INPUT
 from hf_triton_gateway.agents.agents import ANY
 from hf_triton_gateway.agents.response_tools import ResponseTools, Tools, flat_name
 from hf_triton_gateway.chat.conversation import Conversation, parse_at, parse_past, unseen
 from hf_triton_gateway.chat.fields import Fields, Ignored
-from hf_triton_gateway.http.errors import ApiError
+from hf_triton_gateway.http.api_errors import ApiError
 from hf_triton_gateway.http.hints import pass_over
 
 TEXT_PARTS: Final = ("input_text", "output_text", "text")

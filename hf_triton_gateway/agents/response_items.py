@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from hf_triton_gateway.agents.blocks import CUSTOM_CALL, REASONING, TEXT, TOOL_CALL, Block
+from hf_triton_gateway.agents.answer_blocks import CUSTOM_CALL, REASONING, TEXT, TOOL_CALL, Block
 from hf_triton_gateway.agents.response_tools import ResponseTools
-from hf_triton_gateway.chat.logprobs import REPLACEMENT, chat_logprobs
+from hf_triton_gateway.chat.openai_logprobs import REPLACEMENT, chat_logprobs
 from hf_triton_gateway.triton.triton_messages import Outputs
 
 PREFIXES: Final[Mapping[str, str]] = {REASONING: "rs", TEXT: "msg", TOOL_CALL: "fc", CUSTOM_CALL: "ctc"}

@@ -12,8 +12,8 @@ from functools import cached_property
 from typing import Any
 
 from hf_triton.errors import clip
+from hf_triton_gateway.http.api_errors import ApiError
 from hf_triton_gateway.http.bodies import write_json
-from hf_triton_gateway.http.errors import ApiError
 
 Item = Mapping[str, Any]
 

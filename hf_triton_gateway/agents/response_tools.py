@@ -10,14 +10,14 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 import annotated_types
 
 from hf_triton.errors import clip
-from hf_triton.protocol.chat import MAX_TOOLS
+from hf_triton.protocol.chat_request import MAX_TOOLS
 from hf_triton.protocol.custom_tools import hosted_type
 from hf_triton.protocol.structured_output import GrammarText
 from hf_triton.protocol.tool_choice import ALLOWED, NAMED
 from hf_triton_gateway.agents.agents import ANY, function_tool
 from hf_triton_gateway.chat.conversation import parse_at
 from hf_triton_gateway.chat.fields import HINT, Fields, Ignored
-from hf_triton_gateway.http.errors import ApiError
+from hf_triton_gateway.http.api_errors import ApiError
 from hf_triton_gateway.http.hints import pass_over
 
 Tools = Annotated[list[Any], annotated_types.MaxLen(MAX_TOOLS)]

@@ -15,23 +15,23 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from hf_triton.errors import clip
-from hf_triton.protocol.chat import MAX_MESSAGES, MAX_TOOLS
+from hf_triton.protocol.chat_request import MAX_MESSAGES, MAX_TOOLS
 from hf_triton_gateway.agents.agents import ANY, AgentRequest, stream_steps
-from hf_triton_gateway.agents.blocks import TEXT, Block, Blocks, Step, blocks_of
+from hf_triton_gateway.agents.answer_blocks import TEXT, Block, Blocks, Step, blocks_of
 from hf_triton_gateway.agents.response_events import ResponseEvents
 from hf_triton_gateway.agents.response_input import items_of, read_input, read_part, served_items
 from hf_triton_gateway.agents.response_items import ResponseItems
 from hf_triton_gateway.agents.response_store import ResponseStore, StoredResponse
 from hf_triton_gateway.agents.response_tools import ResponseTools
 from hf_triton_gateway.agents.stored_responses import store_of
+from hf_triton_gateway.app_state import Gateway, gateway_of, request_id_of
 from hf_triton_gateway.chat.answers import finish_reason_of, message_of, now_s, usage_of
 from hf_triton_gateway.chat.conversation import Conversation, parse_at
 from hf_triton_gateway.chat.fields import HINT, MAX_TOP_LOGPROBS, ONE_TIER, Fields, Ignored, StopStrings
-from hf_triton_gateway.gateway import Gateway, gateway_of, request_id_of
+from hf_triton_gateway.http.api_errors import ApiError
 from hf_triton_gateway.http.bodies import MAX_JSON_BYTES, JsonRoute, beside, json_response, write_json
 from hf_triton_gateway.http.client_names import ELSEWHERE
 from hf_triton_gateway.http.disconnect import run_while_connected
-from hf_triton_gateway.http.errors import ApiError
 from hf_triton_gateway.http.hints import pass_over
 from hf_triton_gateway.http.sse import RESPONSES, EventStream
 from hf_triton_gateway.keys.security import key_of

@@ -9,9 +9,9 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 
 from hf_triton_gateway.agents.response_store import ResponseStore, StoredResponse
-from hf_triton_gateway.gateway import Gateway, gateway_of
+from hf_triton_gateway.app_state import Gateway, gateway_of
+from hf_triton_gateway.http.api_errors import RESPONSES, ApiError
 from hf_triton_gateway.http.bodies import json_response
-from hf_triton_gateway.http.errors import RESPONSES, ApiError
 from hf_triton_gateway.keys.security import key_of
 
 router = APIRouter()

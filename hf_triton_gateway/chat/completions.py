@@ -13,6 +13,7 @@ import annotated_types
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from hf_triton_gateway.app_state import Gateway, gateway_of, request_id_of
 from hf_triton_gateway.chat.answers import (
     COUNTS,
     StreamedTokens,
@@ -25,12 +26,11 @@ from hf_triton_gateway.chat.answers import (
     usage_of,
 )
 from hf_triton_gateway.chat.fields import MAX_PROMPTS, GenerationFields, Texts, TokenIds
-from hf_triton_gateway.chat.logprobs import TextOffsets, completion_logprobs
 from hf_triton_gateway.chat.merge import all_results, merged
-from hf_triton_gateway.gateway import Gateway, gateway_of, request_id_of
+from hf_triton_gateway.chat.openai_logprobs import TextOffsets, completion_logprobs
+from hf_triton_gateway.http.api_errors import ApiError
 from hf_triton_gateway.http.bodies import JsonRoute, beside, beside_loop, json_response
 from hf_triton_gateway.http.disconnect import run_while_connected
-from hf_triton_gateway.http.errors import ApiError
 from hf_triton_gateway.http.sse import DONE, RESPONSES, EventStream, chunk, chunk_start, event
 from hf_triton_gateway.triton.triton_messages import Generation, Outputs, StreamSize, size_of
 

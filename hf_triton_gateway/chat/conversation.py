@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from hf_triton.errors import clip
-from hf_triton.protocol import chat
+from hf_triton.protocol import chat_request
 from hf_triton.sentence import begins_with_field, renamed
 from hf_triton_gateway.chat.fields import Fields
-from hf_triton_gateway.http.errors import ApiError
+from hf_triton_gateway.http.api_errors import ApiError
 from hf_triton_gateway.http.hints import inside, pass_over
 
 Part = TypeVar("Part", bound=Fields)
@@ -49,7 +49,7 @@ def parse_past(model: type[Part], place: str, value: object) -> Part:
 def unseen(place: str, kind: str) -> str:
     """What the model reads in place of a part of a tool's output that is no text: the client cannot leave it out."""
     pass_over(f"{place}.{kind}")
-    return chat.unseen(kind)
+    return chat_request.unseen(kind)
 
 
 class Conversation:

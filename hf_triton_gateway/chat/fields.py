@@ -27,16 +27,16 @@ from pydantic import (
 from pydantic_core import CoreSchema
 
 from hf_triton.errors import clip
-from hf_triton.protocol.chat import MAX_MESSAGES, MAX_TOOLS
+from hf_triton.protocol.chat_request import MAX_MESSAGES, MAX_TOOLS
 from hf_triton.protocol.dialects import ALIASES as DIALECTS
 from hf_triton.protocol.dialects import BEAM_SEARCH
 from hf_triton.protocol.parameters import MAX_STOP_STRINGS, WARPERS, GenerationParameters
 from hf_triton.protocol.structured_output import VLLM_GUIDES
 from hf_triton.protocol.validation import is_slip, problems
 from hf_triton.sentence import first_field, param, renamed
+from hf_triton_gateway.http.api_errors import ApiError, unknown_field
 from hf_triton_gateway.http.bodies import MAX_VALUES
 from hf_triton_gateway.http.client_names import ClientNames, head_of
-from hf_triton_gateway.http.errors import ApiError, unknown_field
 from hf_triton_gateway.http.hints import pass_over
 from hf_triton_gateway.triton.triton_messages import TEXT_GENERATION
 

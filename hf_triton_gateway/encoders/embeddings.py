@@ -12,12 +12,20 @@ import annotated_types
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from hf_triton_gateway.app_state import request_id_of
 from hf_triton_gateway.chat.fields import Texts, TokenIds, TokenLists
 from hf_triton_gateway.encoders.encoders import EncoderFields
-from hf_triton_gateway.encoders.images import Found, ImageRoute, Parts, encode_items, read_items, rows_of, size_of_found
-from hf_triton_gateway.gateway import request_id_of
+from hf_triton_gateway.encoders.image_items import (
+    Found,
+    ImageRoute,
+    Parts,
+    encode_items,
+    read_items,
+    rows_of,
+    size_of_found,
+)
+from hf_triton_gateway.http.api_errors import RESPONSES, ApiError
 from hf_triton_gateway.http.bodies import beside_loop, json_response
-from hf_triton_gateway.http.errors import RESPONSES, ApiError
 from hf_triton_gateway.triton.triton_messages import EMBEDDING, EMBEDDINGS
 
 router = APIRouter(route_class=ImageRoute)

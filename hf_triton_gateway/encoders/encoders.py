@@ -15,12 +15,12 @@ from pydantic_core import to_json
 
 from hf_triton.protocol.task_declaration import TOKEN_IDS
 from hf_triton.sentence import param
+from hf_triton_gateway.app_state import Gateway, gateway_of, request_id_of
 from hf_triton_gateway.chat.fields import Fields
 from hf_triton_gateway.chat.merge import all_results
-from hf_triton_gateway.gateway import Gateway, gateway_of, request_id_of
+from hf_triton_gateway.http.api_errors import ApiError
 from hf_triton_gateway.http.bodies import beside
 from hf_triton_gateway.http.disconnect import run_while_connected
-from hf_triton_gateway.http.errors import ApiError
 from hf_triton_gateway.triton.triton_messages import LORA_NAME, Folder, Outputs, TextRequest, adapter_name, size_of
 
 BATCH_SIZE: Final = 128

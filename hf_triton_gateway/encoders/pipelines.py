@@ -17,15 +17,15 @@ from fastapi import APIRouter, Request, Response
 
 from hf_triton.errors import ERROR_FORM, clip
 from hf_triton.protocol.names import JSON_OUTPUT
-from hf_triton.protocol.options import BEFORE_INPUTS
+from hf_triton.protocol.request_options import BEFORE_INPUTS
 from hf_triton.protocol.task_declaration import AUDIO, IMAGE, TEXT
 from hf_triton.sentence import param
+from hf_triton_gateway.app_state import gateway_of
 from hf_triton_gateway.encoders import tei
 from hf_triton_gateway.encoders.encoders import EncoderFields, encode, text_list
-from hf_triton_gateway.encoders.images import ImageRoute
-from hf_triton_gateway.gateway import gateway_of
+from hf_triton_gateway.encoders.image_items import ImageRoute
+from hf_triton_gateway.http.api_errors import ApiError, unknown_field
 from hf_triton_gateway.http.bodies import ANY_TASK, beside_loop, json_response, named_model
-from hf_triton_gateway.http.errors import ApiError, unknown_field
 from hf_triton_gateway.triton.triton_messages import (
     CLASSIFICATION,
     EMBEDDINGS,

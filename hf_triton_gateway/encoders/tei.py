@@ -13,13 +13,13 @@ from fastapi import APIRouter, Request, Response
 
 from hf_triton import __version__
 from hf_triton.protocol.names import JSON_OUTPUT
+from hf_triton_gateway.app_state import gateway_of
 from hf_triton_gateway.chat.conversation import parse_at
 from hf_triton_gateway.chat.fields import MAX_TEXTS, Fields, Texts, TokenIds, TokenLists
 from hf_triton_gateway.encoders.encoders import EncoderFields, encode, text_list, texts_or_tokens
-from hf_triton_gateway.encoders.scores import SCORE, Documents, RerankRequest, ScoringFields, rerank
-from hf_triton_gateway.gateway import gateway_of
+from hf_triton_gateway.encoders.reranking import SCORE, Documents, RerankRequest, ScoringFields, rerank
+from hf_triton_gateway.http.api_errors import TEI_PATHS, TEI_RESPONSES, ApiError
 from hf_triton_gateway.http.bodies import JsonRoute, beside, beside_loop, json_response
-from hf_triton_gateway.http.errors import TEI_PATHS, TEI_RESPONSES, ApiError
 from hf_triton_gateway.triton.triton_messages import (
     CLASSIFICATION,
     EMBEDDING,

@@ -16,12 +16,12 @@ from fastapi.responses import Response
 
 from hf_triton.protocol.names import JSON_OUTPUT
 from hf_triton.protocol.task_declaration import MAX_FILLS
+from hf_triton_gateway.app_state import request_id_of
 from hf_triton_gateway.chat.answers import now_s
 from hf_triton_gateway.chat.fields import Texts
 from hf_triton_gateway.encoders.encoders import EncoderFields, encode, text_list
-from hf_triton_gateway.gateway import request_id_of
+from hf_triton_gateway.http.api_errors import RESPONSES
 from hf_triton_gateway.http.bodies import JsonRoute, json_response
-from hf_triton_gateway.http.errors import RESPONSES
 from hf_triton_gateway.triton.triton_messages import FILL_MASK, TOKEN_CLASSIFICATION, size_of
 
 router = APIRouter(route_class=JsonRoute)

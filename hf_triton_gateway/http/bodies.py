@@ -23,7 +23,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope
 
-from hf_triton_gateway.http.errors import ApiError, too_large
+from hf_triton_gateway.http.api_errors import ApiError, too_large
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")

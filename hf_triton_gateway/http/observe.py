@@ -16,9 +16,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hf_triton.errors import clip, where
 from hf_triton_gateway.http import hints
-from hf_triton_gateway.http.errors import ApiError
-from hf_triton_gateway.http.metrics import Metrics
-from hf_triton_gateway.http.tracing import GatewayTracer
+from hf_triton_gateway.http.api_errors import ApiError
+from hf_triton_gateway.http.gateway_metrics import Metrics
+from hf_triton_gateway.http.gateway_tracer import GatewayTracer
 
 LOG: Final = logging.getLogger("hf_triton_gateway")
 REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9_.:-]{1,128}")

@@ -14,10 +14,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from hf_triton_gateway.gateway import gateway_of
+from hf_triton_gateway.app_state import gateway_of
+from hf_triton_gateway.http.api_errors import ApiError, gateway_stops
 from hf_triton_gateway.http.bodies import write_json
 from hf_triton_gateway.http.disconnect import run_while_connected
-from hf_triton_gateway.http.errors import ApiError, gateway_stops
 
 DONE: Final = b"data: [DONE]\n\n"
 RESPONSES: Final[dict[int | str, dict[str, Any]]] = {

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from hf_triton.errors import SettingsError
-from hf_triton_gateway.config import GatewayConfig
+from hf_triton_gateway.gateway_config import GatewayConfig
 
 LOG: Final = logging.getLogger("hf_triton_gateway")
 CHECK_EVERY_S: Final = 1.0

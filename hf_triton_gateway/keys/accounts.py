@@ -20,11 +20,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hf_triton.errors import clip
 from hf_triton_gateway.chat.answers import json_output
-from hf_triton_gateway.http.errors import ApiError
+from hf_triton_gateway.http.api_errors import ApiError
 from hf_triton_gateway.triton.triton_messages import Generation, Outputs, TextRequest, base_name
 
 if TYPE_CHECKING:
-    from hf_triton_gateway.http.metrics import Metrics
+    from hf_triton_gateway.http.gateway_metrics import Metrics
     from hf_triton_gateway.keys.key_lines import Quota
 
 CACHE_SALT: Final = "cache_salt"

@@ -17,9 +17,9 @@ from typing import Final
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hf_triton.errors import SettingsError
-from hf_triton_gateway.http.errors import ApiError
+from hf_triton_gateway.http.api_errors import ApiError
+from hf_triton_gateway.http.gateway_metrics import Metrics
 from hf_triton_gateway.http.health import CHECK_PATHS
-from hf_triton_gateway.http.metrics import Metrics
 from hf_triton_gateway.keys.accounts import CURRENT, Account
 from hf_triton_gateway.keys.key_lines import KeyLineError, Quota, read_lines
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from hf_triton_gateway.config import TLS_SCHEME, TritonAddress
+from hf_triton_gateway.gateway_config import TLS_SCHEME, TritonAddress
 from hf_triton_gateway.http.tls import read_certificates, read_chain
 from hf_triton_gateway.triton import triton_words
 from hf_triton_gateway.triton.triton_headers import read_headers

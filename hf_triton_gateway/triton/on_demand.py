@@ -21,10 +21,10 @@ from enum import Enum
 from typing import TYPE_CHECKING, Final, Protocol
 
 from hf_triton.errors import clip, where
-from hf_triton_gateway.http.errors import ApiError, model_not_found
+from hf_triton_gateway.http.api_errors import ApiError, model_not_found
 
 if TYPE_CHECKING:
-    from hf_triton_gateway.http.metrics import Metrics
+    from hf_triton_gateway.http.gateway_metrics import Metrics
 
 LOG: Final = logging.getLogger("hf_triton_gateway")
 TICK_S: Final = 0.25

@@ -16,7 +16,7 @@ import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from hf_triton.errors import clip
-from hf_triton_gateway.http.errors import ApiError, load_reason, logged_reason
+from hf_triton_gateway.http.api_errors import ApiError, load_reason, logged_reason
 from hf_triton_gateway.triton.endpoint import Endpoint, wait_for_attempt
 from hf_triton_gateway.triton.on_demand import Activity
 from hf_triton_gateway.triton.triton_messages import DOOR_SUFFIX

@@ -24,10 +24,10 @@ from hf_triton.protocol.names import (
     TaskName,
     declared_input,
 )
-from hf_triton.protocol.thinking import SWITCHES, switched, unread
+from hf_triton.protocol.thinking_switches import SWITCHES, switched, unread
+from hf_triton_gateway.http.api_errors import ApiError
 from hf_triton_gateway.http.client_names import OWN_NAMES, ClientNames
-from hf_triton_gateway.http.errors import ApiError
-from hf_triton_gateway.http.tracing import caller
+from hf_triton_gateway.http.gateway_tracer import caller
 
 DOOR_SUFFIX: Final = "_stream"
 ADAPTER_MARK: Final = ":"

@@ -17,11 +17,11 @@ import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from hf_triton.errors import clip
+from hf_triton_gateway.http.api_errors import ApiError, load_reason, model_not_found, out_of_shared_memory, triton_error
 from hf_triton_gateway.http.bodies import beside
 from hf_triton_gateway.http.client_names import ClientNames
-from hf_triton_gateway.http.errors import ApiError, load_reason, model_not_found, out_of_shared_memory, triton_error
+from hf_triton_gateway.http.gateway_tracer import caller
 from hf_triton_gateway.http.hints import pass_over
-from hf_triton_gateway.http.tracing import caller
 from hf_triton_gateway.keys.accounts import Tally, allows_model, check_model, with_salt
 from hf_triton_gateway.triton.calls import Calls
 from hf_triton_gateway.triton.endpoint import Endpoint, wait_for_attempt

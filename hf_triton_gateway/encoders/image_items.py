@@ -14,8 +14,8 @@ from hf_triton.protocol.task_declaration import IMAGE, TEXT
 from hf_triton_gateway.chat.conversation import parse_at
 from hf_triton_gateway.chat.fields import HINT, MAX_TEXTS, Fields, Ignored
 from hf_triton_gateway.encoders.encoders import NUM_TOKENS, EncoderFields, encode, texts_or_tokens
+from hf_triton_gateway.http.api_errors import ApiError
 from hf_triton_gateway.http.bodies import JsonRoute
-from hf_triton_gateway.http.errors import ApiError
 from hf_triton_gateway.triton.triton_messages import Outputs, size_of
 
 Parts = Annotated[list[str | dict[str, Any]], annotated_types.MaxLen(MAX_TEXTS)]

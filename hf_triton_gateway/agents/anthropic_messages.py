@@ -13,18 +13,18 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from hf_triton.errors import clip
-from hf_triton.protocol.chat import MAX_MESSAGES, MAX_TOOLS
+from hf_triton.protocol.chat_request import MAX_MESSAGES, MAX_TOOLS
 from hf_triton_gateway.agents.agents import ANY, AgentRequest, function_tool, has_calls, named_event, stream_steps
-from hf_triton_gateway.agents.blocks import Blocks, Step, blocks_of
+from hf_triton_gateway.agents.answer_blocks import Blocks, Step, blocks_of
 from hf_triton_gateway.agents.message_blocks import block_delta, content_block, read_messages
+from hf_triton_gateway.app_state import Gateway, gateway_of, request_id_of
 from hf_triton_gateway.chat.answers import COUNTS, finish_reason_of, message_of, stop_reason_of
 from hf_triton_gateway.chat.conversation import Conversation, parse_at
 from hf_triton_gateway.chat.fields import HINT, ONE_TIER, Fields, Ignored, StopStrings
-from hf_triton_gateway.gateway import Gateway, gateway_of, request_id_of
+from hf_triton_gateway.http.api_errors import ANTHROPIC_RESPONSES, ApiError
 from hf_triton_gateway.http.bodies import JsonRoute, beside_loop, json_response
 from hf_triton_gateway.http.client_names import ELSEWHERE
 from hf_triton_gateway.http.disconnect import run_while_connected
-from hf_triton_gateway.http.errors import ANTHROPIC_RESPONSES, ApiError
 from hf_triton_gateway.http.hints import pass_over
 from hf_triton_gateway.http.sse import RESPONSES, EventStream
 from hf_triton_gateway.triton.triton_messages import Generation, Outputs, size_of

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from hf_triton.protocol.declared_ports import OUTPUTS, PROMPT_LOGPROBS
 from hf_triton.protocol.names import LEGACY_TEXT, TEXT
-from hf_triton.protocol.ports import OUTPUTS, PROMPT_LOGPROBS
 from hf_triton.protocol.requests import GenerationRequest
-from hf_triton.protocol.tensors import Array, encode_strings
+from hf_triton.protocol.tensor_values import Array, encode_strings
 
 
 def outputs_to_fill(

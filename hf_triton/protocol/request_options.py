@@ -9,7 +9,7 @@ from typing import Annotated, Final
 import annotated_types
 from pydantic import BaseModel, ConfigDict
 
-from hf_triton.protocol.chat import ChatOptions
+from hf_triton.protocol.chat_request import ChatOptions
 from hf_triton.protocol.model_info import MODEL_INFO
 from hf_triton.protocol.names import CANCEL
 from hf_triton.protocol.parameters import GenerationParameters

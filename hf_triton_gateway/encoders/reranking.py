@@ -13,13 +13,13 @@ import annotated_types
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from hf_triton_gateway.app_state import request_id_of
 from hf_triton_gateway.chat.answers import now_s
 from hf_triton_gateway.chat.conversation import parse_at
 from hf_triton_gateway.chat.fields import MAX_TEXTS, Fields, Ignored, Texts
 from hf_triton_gateway.encoders.encoders import EncoderFields, encode, text_list, usage_of
-from hf_triton_gateway.gateway import request_id_of
+from hf_triton_gateway.http.api_errors import RESPONSES, ApiError
 from hf_triton_gateway.http.bodies import JsonRoute, beside_loop, json_response
-from hf_triton_gateway.http.errors import RESPONSES, ApiError
 from hf_triton_gateway.triton.triton_messages import RERANK
 
 router = APIRouter(route_class=JsonRoute)

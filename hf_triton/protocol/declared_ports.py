@@ -9,8 +9,8 @@ from typing import Any, Final
 from hf_triton.errors import SettingsError
 from hf_triton.protocol.dialects import ALIASES, DIALECT_INPUTS, DIALECT_TYPES, SUGGESTIONS
 from hf_triton.protocol.names import JSON_OUTPUT, LEGACY_TEXT, MESSAGES, PROMPT, PROMPT_ALIASES, PROMPT_TOKEN_IDS, TEXT
-from hf_triton.protocol.options import BEFORE_INPUTS, PARAMETERS
 from hf_triton.protocol.prompts import SOURCES
+from hf_triton.protocol.request_options import BEFORE_INPUTS, PARAMETERS
 from hf_triton.protocol.validation import suggest, value_type
 
 MESSAGE: Final = "message"

@@ -21,11 +21,11 @@ from hf_triton.errors import clip
 from hf_triton.protocol.names import JSON_OUTPUT
 from hf_triton.protocol.task_declaration import AUDIO
 from hf_triton.protocol.validation import parse_boolean
+from hf_triton_gateway.app_state import gateway_of, request_id_of
 from hf_triton_gateway.chat.fields import IGNORED, Fields, Ignored
-from hf_triton_gateway.gateway import gateway_of, request_id_of
+from hf_triton_gateway.http.api_errors import RESPONSES, ApiError
 from hf_triton_gateway.http.bodies import named_model, read_body
 from hf_triton_gateway.http.disconnect import run_while_connected
-from hf_triton_gateway.http.errors import RESPONSES, ApiError
 from hf_triton_gateway.http.sse import EventStream, event
 from hf_triton_gateway.triton.triton_messages import SPEECH, TextRequest, adapter_name
 

@@ -14,9 +14,10 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from hf_triton.errors import clip
-from hf_triton.protocol.chat import ASSISTANT, TOOL, hidden_type, unknown_fields
+from hf_triton.protocol.chat_request import ASSISTANT, TOOL, hidden_type, unknown_fields
 from hf_triton.protocol.custom_tools import hosted_type
-from hf_triton.protocol.thinking import SWITCHES
+from hf_triton.protocol.thinking_switches import SWITCHES
+from hf_triton_gateway.app_state import Gateway, gateway_of, request_id_of
 from hf_triton_gateway.chat.answers import (
     COUNTS,
     StreamedTokens,
@@ -30,13 +31,12 @@ from hf_triton_gateway.chat.answers import (
     usage_of,
 )
 from hf_triton_gateway.chat.fields import MAX_TOP_LOGPROBS, GenerationFields, Messages, Tools
-from hf_triton_gateway.chat.logprobs import chat_logprobs, chat_positions
-from hf_triton_gateway.chat.thinking import read_thinking
-from hf_triton_gateway.gateway import Gateway, gateway_of, request_id_of
+from hf_triton_gateway.chat.openai_logprobs import chat_logprobs, chat_positions
+from hf_triton_gateway.chat.thinking_fields import read_thinking
+from hf_triton_gateway.http.api_errors import ApiError
 from hf_triton_gateway.http.bodies import JsonRoute, beside, beside_loop, json_response
 from hf_triton_gateway.http.client_names import ELSEWHERE
 from hf_triton_gateway.http.disconnect import run_while_connected
-from hf_triton_gateway.http.errors import ApiError
 from hf_triton_gateway.http.hints import pass_over
 from hf_triton_gateway.http.sse import DONE, RESPONSES, EventStream, chunk, chunk_start, event
 from hf_triton_gateway.triton.triton_messages import THINKING_BUDGET, Generation, Outputs, StreamSize, size_of

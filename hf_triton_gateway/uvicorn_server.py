@@ -20,10 +20,10 @@ from uvicorn.supervisors import Multiprocess
 from hf_triton.errors import OneLineFormatter
 from hf_triton.scratch import ScratchFolder
 from hf_triton_gateway.app import build_app
-from hf_triton_gateway.config import GatewayConfig
-from hf_triton_gateway.http.errors import ApiError
+from hf_triton_gateway.gateway_config import GatewayConfig
+from hf_triton_gateway.http.api_errors import ApiError
+from hf_triton_gateway.http.gateway_metrics import SHARED
 from hf_triton_gateway.http.http_rules import LINGER_S
-from hf_triton_gateway.http.metrics import SHARED
 from hf_triton_gateway.http.tls import ServerCertificate
 
 KEEP_ALIVE_S: Final = 75
