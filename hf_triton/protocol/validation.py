@@ -144,8 +144,8 @@ def _wrong_choice(got: str, choices: Sequence[str], wanted: str) -> str:
     return f"has no value {clip(got)}{hint}" if near and is_long else f"must be {wanted}, got {clip(got)}{hint}"
 
 
-def _element_problem(model: type[BaseModel], details: Any, errors: Iterable[Any]) -> Problem | None:
-    """The wrong element of a list, by the declared alternative that reads the list farthest; None: it is no such list.
+def _element_problem(model: type[BaseModel], details: Any, errors: Sequence[Any]) -> Problem | None:
+    """The wrong element of a list, by the declared alternatives that read the list farthest; None: it is no list.
 
     Args:
         model: The declarations.
@@ -156,24 +156,23 @@ def _element_problem(model: type[BaseModel], details: Any, errors: Iterable[Any]
     field = model.model_fields.get(name)
     if field is None or not any(typing.get_origin(_plain(each)) is list for each in _members(field.annotation)):
         return None
-    firsts: dict[object, Any] = {}
-    for each in errors:
-        if each["loc"][:1] == (name,) and each["type"] == "too_long":
-            place = name + "".join(f"[{index}]" for index in _position(each))
-            message = f"{named(place)} has {len(each['input'])} items, more than the {each['ctx']['max_length']}"
-            return Problem(name, f"{message} that are accepted")
-        if each["loc"][:1] == (name,) and each["type"] == "literal_error" and _position(each):
-            place = name + "".join(f"[{index}]" for index in _position(each))
-            return Problem(name, f"{named(place)} must be {each['ctx']['expected']}, got {clip(each['input'])}")
-        if each["loc"][:1] == (name,) and each["type"] in ELEMENT_TYPES and _position(each):
-            firsts.setdefault(tuple(part for part in each["loc"] if isinstance(part, str)), each)
-    if not firsts:
+    inside = [each for each in errors if each["loc"][0] == name and (_position(each) or each["type"] == "too_long")]
+    position = max(map(_position, inside), default=())
+    wrong = [each for each in inside if _position(each) == position]
+    if not wrong:
         return None
-    position = max(map(_position, firsts.values()))
-    wrong = [each for each in firsts.values() if _position(each) == position]
-    wanted = " or ".join(dict.fromkeys(TYPE_NAMES[ELEMENT_TYPES[each["type"]]] for each in wrong))
-    place = name + "".join(f"[{index}]" for index in position)
-    return Problem(name, f"{named(place)} must be {wanted}, got {clip(wrong[0]['input'])}")
+    place, got = named(name + "".join(f"[{index}]" for index in position)), wrong[0]["input"]
+    if wrong[0]["type"] == "too_long":
+        most = wrong[0]["ctx"]["max_length"]
+        return Problem(name, f"{place} has {len(got)} items, more than the {most} that are accepted")
+    wanted = " or ".join(dict.fromkeys(map(_element_words, wrong)))
+    return Problem(name, f"{place} must be {wanted}, got {clip(got)}")
+
+
+def _element_words(details: Any) -> str:
+    """What an element should be; pydantic's own words for what is no type."""
+    kind = ELEMENT_TYPES.get(details["type"])
+    return TYPE_NAMES[kind] if kind else details["msg"].removeprefix("Input should be ")
 
 
 def _position(details: Any) -> tuple[int, ...]:
