@@ -224,12 +224,7 @@ class ChatOptions(_Declared):
     one."""
 
     tools: (
-        Annotated[
-            tuple[dict[str, Any], ...],
-            annotated_types.MaxLen(MAX_TOOLS),
-            BeforeValidator(_read_tools),
-        ]
-        | None
+        Annotated[tuple[dict[str, Any], ...], annotated_types.MaxLen(MAX_TOOLS), BeforeValidator(_read_tools)] | None
     ) = None
     """Functions that the model may call, as in OpenAI's API:
     `[{"type": "function", "function": {"name": "weather", "parameters": {}}}]`; also custom tools, of one text:

@@ -12,14 +12,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Final, Self
 
 import annotated_types
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 
 from hf_triton.errors import RequestError, clip
 from hf_triton.protocol.dialects import ALIASES, BEAM_SEARCH, GUIDES, SUGGESTIONS, UNSUPPORTED, has_no_effect
@@ -65,12 +58,7 @@ class GenerationParameters(BaseModel):
     """Parameters of one prompt; None means "not given"."""
 
     model_config = ConfigDict(
-        defer_build=True,
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
+        defer_build=True, frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
     max_new_tokens: Annotated[int, annotated_types.Ge(1), annotated_types.Le(MAX_NEW_TOKENS)] | None = None
@@ -439,8 +427,7 @@ def read_beam_search(values: Mapping[str, object]) -> Mapping[str, object]:
     width = rest.pop("best_of", None) or rest.get("n") or rest.get("num_return_sequences")
     if width is None:
         raise RequestError(
-            "invalid_parameter",
-            f"{param(BEAM_SEARCH)} needs {param('n')}, the number of beams and of completions",
+            "invalid_parameter", f"{param(BEAM_SEARCH)} needs {param('n')}, the number of beams and of completions"
         )
     return {"num_beams": width, **rest}
 

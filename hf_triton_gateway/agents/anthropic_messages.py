@@ -74,8 +74,7 @@ class CountRequest(AgentRequest):
         "service_tier": ONE_TIER,
         "speed": Ignored(("standard",), is_hint=True),
         **dict.fromkeys(
-            ("container", "mcp_servers"),
-            Ignored(reason="is for tools that run on the server, and this one has none"),
+            ("container", "mcp_servers"), Ignored(reason="is for tools that run on the server, and this one has none")
         ),
     }
 
@@ -141,11 +140,7 @@ class MessagesRequest(CountRequest):
 
     def chat_fields(self, conversation: Conversation) -> dict[str, object]:
         """The chat's fields, with those of generating."""
-        return {
-            **super().chat_fields(conversation),
-            "max_tokens": self.max_tokens,
-            "stop": self.stop_sequences or None,
-        }
+        return {**super().chat_fields(conversation), "max_tokens": self.max_tokens, "stop": self.stop_sequences or None}
 
 
 def _read_tool(place: str, tool: object) -> dict[str, Any] | None:

@@ -19,10 +19,7 @@ from hf_triton_gateway.chat.fields import HINT, Fields, Ignored
 from hf_triton_gateway.http.api_errors import ApiError
 from hf_triton_gateway.http.hints import pass_over
 
-PASSED_OVER: Final = {
-    "cache_control": HINT,
-    **dict.fromkeys(("type", "citations", "caller", "toolset_name"), ANY),
-}
+PASSED_OVER: Final = {"cache_control": HINT, **dict.fromkeys(("type", "citations", "caller", "toolset_name"), ANY)}
 """Fields of blocks that say nothing to the model."""
 SERVED: Final[Mapping[str, tuple[str, ...]]] = {
     "system": ("text",),

@@ -232,13 +232,7 @@ class _Read:
 
     @classmethod
     def of(
-        cls,
-        body: ResponsesRequest,
-        request_id: str,
-        previous: StoredResponse | None,
-        num_bytes: int,
-        *,
-        is_kept: bool,
+        cls, body: ResponsesRequest, request_id: str, previous: StoredResponse | None, num_bytes: int, *, is_kept: bool
     ) -> _Read:
         """Read a request.
 
@@ -375,7 +369,7 @@ def _ending(items: ResponseItems, blocks: Sequence[Block], outputs: Outputs) -> 
             },
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {
-                "reasoning_tokens": usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0),
+                "reasoning_tokens": usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
             },
             "total_tokens": usage["total_tokens"],
         },

@@ -55,13 +55,7 @@ def _page(stored: StoredResponse, limit: int, order: str, after: str | None) -> 
         items = items[names.index(after) + 1 :] if after in names else []
     page = items[:limit]
     first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
-    return {
-        "object": "list",
-        "data": page,
-        "first_id": first,
-        "last_id": last,
-        "has_more": len(items) > len(page),
-    }
+    return {"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": len(items) > len(page)}
 
 
 def _store(request: Request) -> ResponseStore:

@@ -35,11 +35,7 @@ def _chat_position(tokens: list[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _chat_token(token: Mapping[str, Any]) -> dict[str, Any]:
     data = _bytes_of(token)
-    return {
-        "token": token["decoded_token"],
-        "logprob": token["logprob"],
-        "bytes": None if data is None else [*data],
-    }
+    return {"token": token["decoded_token"], "logprob": token["logprob"], "bytes": None if data is None else [*data]}
 
 
 def _bytes_of(token: Mapping[str, Any]) -> bytes | None:

@@ -90,13 +90,7 @@ def _answer(body: EmbeddingRequest, request_id: str, found: Found) -> dict[str, 
         {"object": "embedding", "index": index, "embedding": _encoded(row[EMBEDDING], body.encoding_format)}
         for index, row in enumerate(rows)
     ]
-    return {
-        "object": "list",
-        "id": f"embd-{request_id}",
-        "model": body.model,
-        "data": data,
-        "usage": usage,
-    }
+    return {"object": "list", "id": f"embd-{request_id}", "model": body.model, "data": data, "usage": usage}
 
 
 def _encoded(vector: Sequence[float], encoding: str) -> Sequence[float] | str:

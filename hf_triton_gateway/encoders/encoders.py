@@ -72,11 +72,7 @@ class EncoderFields(Fields):
                 message = f"{param('truncate')} {truncate} and {param('truncation_side')} {side} contradict each other"
                 raise ApiError(400, message, param="truncate")
             truncate, side = own_side is not None, own_side or side
-        return {
-            "truncate": truncate,
-            "truncation_side": side,
-            "truncate_prompt_tokens": self.truncate_prompt_tokens,
-        }
+        return {"truncate": truncate, "truncation_side": side, "truncate_prompt_tokens": self.truncate_prompt_tokens}
 
 
 async def encode(

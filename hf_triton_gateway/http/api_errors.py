@@ -54,11 +54,7 @@ COHERE_PATH: Final = "/v2/"
 TEI_PATHS: Final = ("/embed", "/embed_all", "/embed_sparse", "/predict", "/similarity", "/info", "/")
 TEI_TYPES: Final[Mapping[int, str]] = {424: "Backend", 429: "Overloaded", 503: "Unhealthy"}
 """Text Embeddings Inference's type of error by status; `Validation` below 500, otherwise `Backend`."""
-DEFAULT_CODES: Final[Mapping[int, str]] = {
-    404: "not_found",
-    405: "method_not_allowed",
-    415: "unsupported_media_type",
-}
+DEFAULT_CODES: Final[Mapping[int, str]] = {404: "not_found", 405: "method_not_allowed", 415: "unsupported_media_type"}
 """Codes of errors that have none of their own, by status; below 500, otherwise `internal`."""
 RETRY_AFTER_S: Final = 1
 UNREADABLE: Final = "There was an error parsing the body"

@@ -41,10 +41,7 @@ class Metrics:
             f"{PREFIX}_requests", "Requests by endpoint and status.", ("endpoint", "status"), registry=self.registry
         )
         self.in_flight = Gauge(
-            f"{PREFIX}_requests_in_flight",
-            "Requests in flight.",
-            registry=self.registry,
-            multiprocess_mode="livesum",
+            f"{PREFIX}_requests_in_flight", "Requests in flight.", registry=self.registry, multiprocess_mode="livesum"
         )
         self.duration = Histogram(
             f"{PREFIX}_request_duration_seconds",
