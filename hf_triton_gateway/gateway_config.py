@@ -22,7 +22,7 @@ Count = Annotated[int, annotated_types.Ge(1), annotated_types.Le(2**31 - 1)]
 UNITS_S: Final = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 FOR_EVER: Final = -1.0
 ORIGIN: Final = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
-"""As browsers send it, without a path; another text would match none."""
+"""Browsers send it so, without a path; another text would match none."""
 DEFAULT_KEEP_ALIVE_S: Final = 600.0
 
 
@@ -187,7 +187,6 @@ class GatewayConfig(TritonAddress):
 
     @property
     def scheme(self) -> str:
-        """Of its addresses."""
         return "http" if self.ssl_certfile is None else "https"
 
     @field_validator("ssl_keyfile")

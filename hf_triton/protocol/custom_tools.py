@@ -20,18 +20,31 @@ INPUT: Final = "input"
 EXAMPLE: Final = '{"type": "grammar", "grammar": {"syntax": "lark", "definition": "..."}}'
 
 
-class CustomTool(BaseModel):
-    """The `custom` of a tool of that type."""
+class NamedTool(BaseModel):
+    """The fields that all tools have, in every API."""
 
     model_config = ConfigDict(frozen=True, strict=True)
 
     name: Annotated[str, annotated_types.MinLen(1)]
     description: str | None = None
+
+
+class FunctionTool(NamedTool):
+    """The `function` of a tool of that type."""
+
+    parameters: dict[str, Any] | None = None
+
+
+class CustomTool(NamedTool):
+    """The `custom` of a tool of that type."""
+
     format: dict[str, Any] | None = None
     """`{"type": "text"}`, or a grammar that the text follows."""
 
 
-class _Definition(BaseModel):
+class Definition(BaseModel):
+    """A grammar in a custom tool's format."""
+
     model_config = ConfigDict(frozen=True, strict=True)
 
     syntax: Literal["lark", "regex"]
@@ -63,7 +76,7 @@ def format_of(tool: Mapping[str, Any]) -> Grammar | None:
     if form.get("type") == "text":
         return None
     try:
-        grammar = _Definition.model_validate(form.get("grammar") if form.get("type") == "grammar" else None)
+        grammar = Definition.model_validate(form.get("grammar") if form.get("type") == "grammar" else None)
     except ValueError:
         name = clip(tool["name"])
         raise ValueError(f'the format of {name} must be {{"type": "text"}} or {EXAMPLE}, got {clip(form)}') from None

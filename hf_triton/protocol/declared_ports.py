@@ -44,7 +44,7 @@ TENSOR_TYPES: Final[Mapping[type, tuple[str, ...]]] = {
     str: ("TYPE_STRING",),
     dict: ("TYPE_STRING",),
 }
-"""By the Python type of a parameter or of its elements, the declared type first; objects are JSON strings."""
+"""Tensor types by the Python type of a parameter or its elements, the declared one first; objects are JSON strings."""
 
 
 def missing_ports(

@@ -22,7 +22,7 @@ from hf_triton.sentence import param
 
 EMBEDDING_REQUEST: Final = "embedding_request"
 VLLM_FLAGS: Final = {"return_num_input_tokens": NUM_TOKENS, "return_num_output_tokens": "num_output_tokens"}
-"""By flag, the output that it asks for."""
+"""The output that each flag asks for."""
 VLLM_OUTPUTS: Final = {
     "text_output": TaskOutput(
         "TYPE_STRING", "the vector as JSON, for `embedding_request`", by_default=False, is_json=True

@@ -24,7 +24,7 @@ class ModelInfo:
     """A model as its process has loaded it; see the fields."""
 
     task: str
-    """As the setting `task` names it, or the folder's own task."""
+    """The task that the setting `task` names, or the folder's own."""
     model: str
     """The model's name on the Hub, or that of its folder."""
     context_length: int
@@ -33,9 +33,9 @@ class ModelInfo:
     engine: str
     """`continuous` or `batch`; of an encoder, its `runtime`."""
     dtype: str
-    """Of the weights: `bfloat16`."""
+    """The type of the weights: `bfloat16`."""
     device: str
-    """Of the first weights: `cpu`, `cuda:0`."""
+    """The place of the first weights: `cpu`, `cuda:0`."""
     memory_bytes: int
     """Bytes of the weights; 0 if they are not known."""
     max_prompts: int

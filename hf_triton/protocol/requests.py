@@ -39,7 +39,7 @@ PARAMETER_NAMES: Final = frozenset({*PARAMETERS, *ALIASES, BEAM_SEARCH, *GUIDES,
 MAX_NUMBER_CHARS: Final = 64
 MAX_NAMES: Final = 1024
 MIN_LIKENESS: Final = 0.75
-"""Of two names, from 0 to 1, if one is taken for the other misspelt."""
+"""A name at least this like another, from 0 to 1, is taken for it misspelt."""
 Parsed = TypeVar("Parsed")
 
 

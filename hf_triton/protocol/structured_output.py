@@ -66,7 +66,7 @@ FORMATS: Final = (
     'an object: {"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": {"schema": {...}}}'
 )
 SCHEMA_PLACES: Final = ("schema", "value", "response_schema")
-"""Where other servers' forms of `response_format` have the schema."""
+"""The fields in which other servers' forms of `response_format` have the schema."""
 
 
 def read_object(value: object, info: ValidationInfo) -> object:
@@ -92,7 +92,7 @@ def read_object(value: object, info: ValidationInfo) -> object:
 
 
 def read_response_format(value: object, info: ValidationInfo) -> object:
-    """As `read_object`; the error for what is no object lists the allowed forms."""
+    """Read as `read_object` does; the error for what is no object lists the allowed forms."""
     read = read_object(value, info)
     if not isinstance(read, dict):
         raise ValueError(f"{param('response_format')} must be {FORMATS}, got {clip(value)}")

@@ -20,7 +20,7 @@ from hf_triton.protocol.validation import suggest, value_type
 
 NUM_TOKENS: Final = "num_input_tokens"
 NUMPY_TYPES: Final = {"TYPE_FP32": np.float32, "TYPE_UINT32": np.uint32, "TYPE_INT64": np.int64}
-"""Of outputs that are numbers."""
+"""The types of outputs that are numbers."""
 
 
 @dataclass(frozen=True)
@@ -100,11 +100,11 @@ class TaskOptions(DeclaredOptions):
     setting `truncate`."""
 
     truncation_side: Literal["left", "right"] | None = None
-    """Where a text is cut: `left`, at its start, or `right`, at its end. By default as the tokenizer's files say, which
-    mostly is `right`."""
+    """The side where a text is cut: `left`, its start, or `right`, its end. By default as the tokenizer's files say,
+    mostly `right`."""
 
     truncate_prompt_tokens: Annotated[int, annotated_types.Ge(-1), annotated_types.Le(2**31 - 1)] | None = None
-    """To how many tokens a longer text is cut, special tokens included; -1 is the model's context, as `truncate`
+    """Longer texts are cut to this many tokens, special tokens included; -1 is the model's context, as `truncate`
     true."""
 
     lora_name: str | None = None
@@ -117,10 +117,10 @@ class TaskDeclaration:
     """The requests and responses of a task."""
 
     name: str
-    """As the setting `task` has it."""
+    """The task's name in the setting `task`."""
     texts: tuple[TextInput, ...]
     outputs: Mapping[str, TaskOutput]
-    """Beside `output` and `num_input_tokens`, which every task has."""
+    """The outputs beside `output` and `num_input_tokens`, which every task has."""
     options: type[DeclaredOptions] = TaskOptions
     has_json: bool = True
     """Whether `output` is filled for a client that names no outputs."""
@@ -129,7 +129,7 @@ class TaskDeclaration:
     other_inputs: Mapping[str, str] = field(default_factory=dict)
     """Optional inputs that are neither texts nor options, with their types; the task's `read` takes them out."""
     document: str = "docs/encoders.md"
-    """Where its inputs and outputs are described."""
+    """The document of its inputs and outputs."""
 
     @property
     def all_outputs(self) -> Mapping[str, TaskOutput]:

@@ -53,7 +53,7 @@ class TaskResult:
     """What a task found for one row."""
 
     json: Any
-    """For the output `output`: what `json.dumps` takes, or a numpy array."""
+    """The output `output`: what `json.dumps` takes, or a numpy array."""
     tensors: Mapping[str, Any]
     """The task's own outputs by name: a string, a number, or an array with the output's dimensions."""
 

@@ -45,7 +45,7 @@ def switched(variables: Mapping[str, Any]) -> bool | None:
 
 
 def unread(variables: Mapping[str, Any], settable: Collection[str]) -> list[str]:
-    """Those of a chat's template variables that change no prompt of a template.
+    """The variables of a chat that change no prompt of a template.
 
     Args:
         variables: The request's.

@@ -88,7 +88,7 @@ def _matrix(name: str, value: object) -> Array:
 
 
 def _span(number: int, mask: Array) -> slice:
-    """From a row's first token to its last."""
+    """The span from a row's first token to its last."""
     tokens = np.flatnonzero(mask)
     span = slice(int(tokens[0]), int(tokens[-1]) + 1) if tokens.size else slice(0)
     if len(mask[span]) != tokens.size or not (mask[span] == 1).all():

@@ -36,7 +36,7 @@ class ForcedCall:
     is_input: bool = False
     """Whether the completion is the text of a custom tool, which `name` names."""
     input_names: frozenset[str] = frozenset()
-    """Without `name`: custom tools whose call is the name, a line end and the text, in place of the array."""
+    """Custom tools whose call, without `name`, is the name, a line end and the text, in place of the array."""
 
 
 def read_tool_choice(value: object) -> str:

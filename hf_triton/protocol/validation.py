@@ -33,7 +33,7 @@ NUM_NEAR: Final = 3
 SLIP_LIKENESS: Final = 0.8
 """A name this like a known one is a slip of the pen."""
 MIN_LIKENESS: Final = 0.6
-"""Of two names, from 0 to 1, if one is taken for the other misspelt."""
+"""A name at least this like another, from 0 to 1, is taken for it misspelt."""
 MAX_ENTRIES: Final = 1024  # of an array or object: pydantic words an error for each, which takes minutes for millions
 MAX_LEVELS: Final = 200  # of nesting: pydantic's parser reads no more
 MAX_JSON: Final = 2**21  # characters; other requests wait while JSON is parsed
@@ -46,7 +46,7 @@ TYPE_NAMES: Final[Mapping[type, str]] = {
     list: "a JSON array",
 }
 ELEMENT_TYPES: Final[Mapping[str, type]] = {"string_type": str, "int_type": int, "dict_type": dict, "list_type": list}
-"""By pydantic's kind of error, what an element should be."""
+"""The type that an element should have, by pydantic's kind of error."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Problem:
 
     name: str
     open_sentence: str
-    """As an error's, see `hf_triton.sentence`."""
+    """The sentence, with its names left open."""
     is_missing: bool = False
 
     @property
@@ -176,7 +176,7 @@ def _element_words(details: Any) -> str:
 
 
 def _position(details: Any) -> tuple[int, ...]:
-    """Where in its list the value of an error is; empty: it is the whole field."""
+    """The position of an error's value in its list; empty: it is the whole field."""
     return tuple(part for part in details["loc"][1:] if isinstance(part, int))
 
 
@@ -314,7 +314,7 @@ def read_strings(value: object) -> object:
 
 
 def read_words(value: object) -> object:
-    """As `read_strings`, without empty strings, which neither stop nor forbid anything."""
+    """Read as `read_strings` does, without empty strings, which neither stop nor forbid anything."""
     words = read_strings(value)
     return tuple(word for word in words if word != "") if isinstance(words, tuple) else words
 

@@ -14,7 +14,15 @@ from fastapi.responses import Response
 
 from hf_triton.errors import clip
 from hf_triton.protocol.chat_request import MAX_MESSAGES, MAX_TOOLS
-from hf_triton_gateway.agents.agents import ANY, AgentRequest, function_tool, has_calls, named_event, stream_steps
+from hf_triton_gateway.agents.agents import (
+    ANY,
+    AgentRequest,
+    ToolFields,
+    has_calls,
+    named_event,
+    read_tool,
+    stream_steps,
+)
 from hf_triton_gateway.agents.answer_blocks import Blocks, Step, blocks_of
 from hf_triton_gateway.agents.message_blocks import block_delta, content_block, read_messages
 from hf_triton_gateway.app_state import Gateway, gateway_of, request_id_of
@@ -25,7 +33,6 @@ from hf_triton_gateway.http.api_errors import ANTHROPIC_RESPONSES, ApiError
 from hf_triton_gateway.http.bodies import JsonRoute, beside_loop, json_response
 from hf_triton_gateway.http.client_names import ELSEWHERE
 from hf_triton_gateway.http.disconnect import run_while_connected
-from hf_triton_gateway.http.hints import pass_over
 from hf_triton_gateway.http.sse import RESPONSES, EventStream
 from hf_triton_gateway.triton.triton_messages import Generation, Outputs, size_of
 
@@ -41,7 +48,8 @@ CHOICES: Final[Mapping[str, str]] = {"auto": "auto", "any": "required", "none": 
 """Types of `tool_choice`, and what the chat calls them."""
 
 
-class _Tool(Fields):
+class _Tool(ToolFields):
+    chat_names: ClassVar[Mapping[str, str]] = {"input_schema": "parameters"}
     ignored: ClassVar[Mapping[str, Ignored]] = {
         "type": ANY,
         **dict.fromkeys(("cache_control", "input_examples"), HINT),
@@ -49,9 +57,10 @@ class _Tool(Fields):
         "allowed_callers": Ignored((["direct"],)),
         "defer_loading": Ignored((False,)),
     }
-    name: Annotated[str, annotated_types.MinLen(1)]
-    description: str | None = None
     input_schema: dict[str, Any]
+
+
+TOOLS: Final = {"custom": _Tool}
 
 
 class _Choice(Fields):
@@ -88,7 +97,7 @@ class CountRequest(AgentRequest):
     """Functions that the model may call, with an `input_schema`."""
 
     tool_choice: dict[str, Any] | None = None
-    """Of type `auto`, `any`, `tool` with a `name`, or `none`; with `disable_parallel_tool_use`."""
+    """Its type is `auto`, `any`, `tool` with a `name`, or `none`; `disable_parallel_tool_use` may stand beside it."""
 
     output_config: dict[str, Any] | None = None
     """`format`: a JSON schema that the answer follows."""
@@ -108,7 +117,7 @@ class CountRequest(AgentRequest):
         choice, parallel = _read_choice(self.tool_choice)
         output = parse_at(_OutputConfig, "output_config", self.output_config or {})
         places = {f"tools[{index}]": tool for index, tool in enumerate(self.tools or ())}
-        tools = {place: read for place, tool in places.items() if (read := _read_tool(place, tool))}
+        tools = {place: read.chat_tool() for place, tool in places.items() if (read := read_tool(TOOLS, place, tool))}
         conversation.tool_places = list(tools)
         return {
             "tools": list(tools.values()) or None,
@@ -141,16 +150,6 @@ class MessagesRequest(CountRequest):
     def chat_fields(self, conversation: Conversation) -> dict[str, object]:
         """The chat's fields, with those of generating."""
         return {**super().chat_fields(conversation), "max_tokens": self.max_tokens, "stop": self.stop_sequences or None}
-
-
-def _read_tool(place: str, tool: object) -> dict[str, Any] | None:
-    """The chat's tool; None: one that the client expects the server or the model to know."""
-    kind = tool.get("type") if isinstance(tool, dict) else None
-    if isinstance(kind, str) and kind != "custom":
-        pass_over(f"{place}.{kind}")
-        return None
-    checked = parse_at(_Tool, place, tool)
-    return function_tool(checked.name, checked.description, checked.input_schema)
 
 
 def _read_choice(choice: dict[str, Any] | None) -> tuple[object, bool | None]:

@@ -29,7 +29,7 @@ class ResponseEvents:
     def __init__(self, items: ResponseItems) -> None:
         self._items = items
         self.number = 0
-        """Of the next event."""
+        """The next event has this number."""
 
     def event(self, kind: str, data: Mapping[str, Any]) -> bytes:
         """One event."""

@@ -29,7 +29,7 @@ CALLS: Final = ("function_call", "custom_tool_call")
 READ: Final = (*("type", "role", "content", "call_id", "name", "namespace", "arguments", "input", "output", "tools"),)
 """The fields of items that say something to the model."""
 PART: Final = ("type", "text", "refusal")
-"""Those of their parts."""
+"""The fields of their parts that do."""
 
 
 class _Message(Fields):

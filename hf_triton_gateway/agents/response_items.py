@@ -12,7 +12,7 @@ from hf_triton_gateway.chat.openai_logprobs import REPLACEMENT, chat_logprobs
 from hf_triton_gateway.triton.triton_messages import Outputs
 
 PREFIXES: Final[Mapping[str, str]] = {REASONING: "rs", TEXT: "msg", TOOL_CALL: "fc", CUSTOM_CALL: "ctc"}
-"""Of an item's id."""
+"""Item ids begin with these."""
 Tokens = list[dict[str, Any]]
 """Log probabilities, one a token."""
 
@@ -82,7 +82,7 @@ class ResponseItems:
         return tokens
 
     def end_logprobs(self, block: Block) -> Tokens:
-        """Those of a whole text."""
+        """The log probabilities of a whole text."""
         if self._unread and not self._logprobs.get(block.index):
             self.take_logprobs(block, block.text)
         return self._logprobs.get(block.index, [])

@@ -30,7 +30,7 @@ class StoredResponse:
 
     @cached_property
     def num_bytes(self) -> int:
-        """As JSON, with the conversation that it ends."""
+        """Its size as JSON, with the conversation that it ends."""
         return len(write_json([self.response, self.past, self.input]))
 
     def count_bytes(self) -> int:

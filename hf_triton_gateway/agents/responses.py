@@ -47,7 +47,7 @@ NAMES: Final[Mapping[str, str]] = {
 }
 """The client's names of the chat's fields and of ours."""
 MAX_INPUT_ITEMS: Final = 4 * MAX_MESSAGES
-"""Of one request; an assistant's message may be several items: reasoning, text, calls."""
+"""An assistant's message may be several items: reasoning, text, calls."""
 STATELESS: Final = "is for what a server keeps, and this one keeps responses alone"
 LOGPROBS: Final = "message.output_text.logprobs"
 ENCRYPTED: Final = "reasoning.encrypted_content"
@@ -205,7 +205,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
 
 
 def _stores(gateway: Gateway, body: ResponsesRequest, key: bytes) -> tuple[ResponseStore | None, StoredResponse | None]:
-    """Where the response of a request is kept, and the one that it goes on behind.
+    """The store that keeps a request's response, and the response that the request goes on behind.
 
     Raises:
         ApiError: Nothing is kept, or there is no such earlier response.

@@ -105,7 +105,7 @@ def _read_json(text: str) -> Any:
 
 
 def _next(text: str, position: int) -> int:
-    """Where the next element of an array begins, or its end is."""
+    """The position of an array's next element, or of its end."""
     between = BETWEEN.match(text, position)
     return position if between is None else between.end()
 

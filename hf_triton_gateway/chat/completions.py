@@ -246,12 +246,11 @@ class _ChoiceStream:
         self._is_plain = body.logprobs is None and not (body.return_token_ids or body.counts_continuously)
         self._has_begun = False
         self._prompt_ids: list[int] | None = None
-        """Of the stream's first response, in which other choices may have text and this one none."""
+        """The stream's first response has them: other choices may have text there, and this one none."""
         self._offsets = TextOffsets()
         self._is_scored = not (body.echo and body.logprobs is not None)
         """Whether the prompt's log probabilities have been sent, or are not asked for; the completion's follow them."""
         self._scores: list[Any] | None = None
-        """Those of the prompt."""
         self._echo = ""
         """The text that waits for them: those of a long prompt come in the last response alone."""
 

@@ -40,7 +40,7 @@ def parse_at(model: type[Part], place: str, value: object) -> Part:
 
 
 def parse_past(model: type[Part], place: str, value: object) -> Part:
-    """As `parse_at`, of what a server has answered earlier: fields that are not the model's are left out."""
+    """Check what a server has answered earlier, as `parse_at` does; fields that are not the model's are left out."""
     if isinstance(value, dict):
         value = {name: field for name, field in value.items() if name in model.model_fields}
     return parse_at(model, place, value)
@@ -59,7 +59,7 @@ class Conversation:
         self._messages: list[dict[str, Any]] = []
         self._places: list[str] = []
         self.tool_places: list[str] = []
-        """Where the chat's tools come from, for error messages; empty: they are the client's, one by one."""
+        """The places of the chat's tools, for error messages; empty: they are the client's, one by one."""
 
     def add_text(self, role: str, text: str, place: str) -> None:
         """Add a part to the content of a message."""
@@ -93,7 +93,7 @@ class Conversation:
 
     @property
     def places(self) -> Mapping[str, Sequence[str]]:
-        """By field of the chat, where each of its elements comes from."""
+        """The places that the elements of the chat's fields come from."""
         return {"messages": self._places, "tools": self.tool_places}
 
     def _message(self, role: str, place: str, *after: str) -> dict[str, Any]:

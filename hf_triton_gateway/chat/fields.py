@@ -69,7 +69,7 @@ PASSED_ON: Final[Mapping[str, str]] = {
     "guided_decoding": "guided_decoding",
     BEAM_SEARCH: BEAM_SEARCH,
 }
-"""As SAMPLING, of fields that are declared here."""
+"""The names of parameters whose fields are declared here, and ours."""
 CLIENT_NAMES: Final[Mapping[str, str]] = {
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
@@ -81,11 +81,11 @@ CLIENT_NAMES: Final[Mapping[str, str]] = {
 MAX_TOP_LOGPROBS: Final = 20
 
 MAX_TEXTS: Final = 10_000
-"""Of one request."""
+"""One request has no more."""
 MAX_PROMPTS: Final = 1024
 """Prompts of token ids in one request: each is a request to Triton."""
 MAX_ITEMS: Final = 1024
-"""Of a list that says nothing else."""
+"""Lists that say nothing else have no more items."""
 Messages = Annotated[list[dict[str, Any]], annotated_types.MinLen(1), annotated_types.MaxLen(MAX_MESSAGES)]
 Tools = Annotated[list[dict[str, Any]], annotated_types.MaxLen(MAX_TOOLS)]
 StopStrings = Annotated[list[str], annotated_types.MaxLen(MAX_STOP_STRINGS)]
@@ -205,7 +205,7 @@ class Ignored:
 OFF: Final = "is a way of sampling that is always off"
 HINT: Final = Ignored(is_hint=True)
 ONE_TIER: Final = Ignored(("auto", "default", "standard_only"), is_hint=True)
-"""Of `service_tier`: there is one here."""
+"""The rule of `service_tier`: there is one here."""
 IGNORED: Final[Mapping[str, Ignored]] = {
     **dict.fromkeys(("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"), HINT),
     **dict.fromkeys(("prompt_cache_options", "cache_prompt", "prediction", "web_search_options"), HINT),

@@ -51,7 +51,7 @@ def _top(tokens: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 class TextOffsets:
-    """Where the tokens of a choice begin in its text: those of one character all where it does."""
+    """The positions of a choice's tokens in its text: those of one character all begin where it does."""
 
     def __init__(self) -> None:
         self._num_characters = 0

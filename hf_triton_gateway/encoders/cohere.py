@@ -29,7 +29,7 @@ PROMPTS: Final[Mapping[str, tuple[str | None, ...]]] = {
     "classification": ("classification", None),
     "clustering": ("clustering", None),
 }
-"""By type of input, names of the model's prompts: the first that the model has stands before the texts."""
+"""The names of the model's prompts for each type of input; the first that the model has stands before the texts."""
 Vectors = Sequence[Sequence[float]]
 
 
@@ -62,7 +62,7 @@ class EmbedRequest(EncoderFields):
     above 0, as int8 and as uint8."""
 
     output_dimension: Annotated[int, annotated_types.Ge(1), annotated_types.Le(2**31 - 1)] | None = None
-    """To how many dimensions a vector is cut; for models that were trained so."""
+    """Vectors are cut to this many dimensions; for models that were trained so."""
 
     truncate: bool | Literal["NONE", "START", "END"] | None = "END"
     """Whether a text that is longer than the model's context is cut at its START or its END, or refused (NONE)."""
@@ -129,7 +129,7 @@ FORMS: Final[Mapping[str, Callable[[Vectors], Any]]] = {
     "binary": lambda vectors: (_bits(vectors).astype(np.int16) - 128).tolist(),
     "ubinary": lambda vectors: _bits(vectors).tolist(),
 }
-"""By type, the vectors in it; bits as sentence-transformers packs them."""
+"""What writes vectors as a type; bits are packed as in sentence-transformers."""
 
 
 @router.post("/v2/rerank", responses=COHERE_RESPONSES, response_model=dict[str, Any])

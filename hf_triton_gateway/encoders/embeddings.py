@@ -44,7 +44,7 @@ class EmbeddingRequest(EncoderFields):
     """`base64` gives each vector as the bytes of its float32 numbers, little-endian."""
 
     dimensions: Annotated[int, annotated_types.Ge(1), annotated_types.Le(2**31 - 1)] | None = None
-    """To how many dimensions a vector is cut; for models that were trained so."""
+    """Vectors are cut to this many dimensions; for models that were trained so."""
 
     prompt_name: str | None = None
     """Name of the prompt that the model puts before each text, such as `query`."""
@@ -53,7 +53,7 @@ class EmbeddingRequest(EncoderFields):
     """Whether a vector has length 1. By default as the model says."""
 
     messages: Annotated[list[dict[str, Any]], annotated_types.MaxLen(1)] | None = None
-    """In place of `input`, vLLM's form: one message whose content is one text or one part."""
+    """vLLM's form of `input`: one message whose content is one text or one part."""
 
     def given_input(self) -> tuple[str, Any]:
         """The input, or what stands in its place, behind the name of its field.

@@ -29,7 +29,7 @@ MAX_SIDE_BY_SIDE: Final = 2
 """Requests of one client to Triton at a time: the next one is there when a pass ends, and others get their turn."""
 NUM_TOKENS: Final = "num_input_tokens"
 SIDES: Final[Mapping[str, Literal["left", "right"]]] = {"START": "left", "END": "right"}
-"""Where Cohere's words cut."""
+"""The sides where Cohere's words cut."""
 
 
 def _lower(value: object) -> object:
@@ -50,11 +50,11 @@ class EncoderFields(Fields):
     say where, too: `START` or `END`; `NONE` is false."""
 
     truncation_side: Annotated[Literal["left", "right"], BeforeValidator(_lower)] | None = None
-    """Where a text is cut: `left`, at its start, or `right`, at its end. By default as the tokenizer says, mostly
+    """The side where a text is cut: `left`, its start, or `right`, its end. By default as the tokenizer says, mostly
     `right`."""
 
     truncate_prompt_tokens: Annotated[int, annotated_types.Ge(-1), annotated_types.Le(2**31 - 1)] | None = None
-    """To how many tokens a longer text is cut, special tokens included; -1 is the model's context."""
+    """Longer texts are cut to this many tokens, special tokens included; -1 is the model's context."""
 
     lora_name: str | None = None
     """Name of a LoRA adapter of the model. By default the one behind a colon in `model`, if there is one."""
@@ -142,7 +142,7 @@ def _batch_size(folder: Folder) -> int:
 
 
 def _num_side_by_side(folder: Folder, size: int) -> int:
-    """As many requests as do not refuse each other for what may wait in a folder."""
+    """The number of requests that do not refuse each other for what may wait in a folder."""
     max_waiting = _own_limit(folder, "max_waiting_prompts")
     return MAX_SIDE_BY_SIDE if max_waiting is None else max(1, min(MAX_SIDE_BY_SIDE, max_waiting // size))
 

@@ -20,7 +20,7 @@ from hf_triton_gateway.triton.triton_messages import Outputs, size_of
 
 Parts = Annotated[list[str | dict[str, Any]], annotated_types.MaxLen(MAX_TEXTS)]
 Items: TypeAlias = dict[str, dict[int, str]]
-"""By a model's input, its elements by their places in the client's list."""
+"""Elements by the model's input, and by their places in the client's list."""
 Found: TypeAlias = list[tuple[list[int], Outputs]]
 """The outputs of each kind of item, with the items' places in the client's list."""
 DATA_URI: Final = re.compile(r"data:image/[\w.+-]+;base64,", re.IGNORECASE)
@@ -109,7 +109,7 @@ async def encode_items(
 
 
 def size_of_found(found: Found) -> int:
-    """About how many bytes it has."""
+    """Its bytes, estimated."""
     return sum(size_of(outputs) for _, outputs in found)
 
 

@@ -70,7 +70,7 @@ class PipelineRequest(EncoderFields):
     """A text or a file in base64, or a list of them; for question answering an object."""
 
     parameters: dict[str, Any] | None = None
-    """Those of the task."""
+    """The task's parameters."""
 
 
 @dataclass(frozen=True)

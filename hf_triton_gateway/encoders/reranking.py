@@ -40,7 +40,7 @@ class ScoringFields(EncoderFields):
     task_of_model: ClassVar[str | None] = RERANK
 
     max_tokens_per_doc: Annotated[int, annotated_types.Ge(1), annotated_types.Le(2**31 - 1)] | None = None
-    """To how many of its own tokens, the first ones, each longer document is cut. By default none is."""
+    """A longer document is cut to this many of its own tokens, the first ones. By default none is."""
 
     def parameters(self) -> dict[str, int | None]:
         """The parameters of the model's task."""

@@ -60,7 +60,7 @@ class EmbedRequest(EncoderFields):
     """Name of the prompt that the model puts before each text, such as `query`."""
 
     dimensions: Annotated[int, annotated_types.Ge(1), annotated_types.Le(2**31 - 1)] | None = None
-    """To how many dimensions a vector is cut; for models that were trained so."""
+    """Vectors are cut to this many dimensions; for models that were trained so."""
 
 
 class EmbedAllRequest(EncoderFields):
@@ -112,7 +112,7 @@ class RankRequest(ScoringFields):
     """Whether the ranks hold the texts."""
 
     documents: Documents | None = None
-    """In place of `texts`: the request has the form of `/v1/rerank`."""
+    """Stands in place of `texts`: the request has the form of `/v1/rerank`."""
 
     top_n: int | None = None
     return_documents: bool | None = None

@@ -40,7 +40,7 @@ class TokenClassificationRequest(_TextRequest):
     task_of_model: ClassVar[str | None] = TOKEN_CLASSIFICATION
 
     aggregation_strategy: Literal["none", "simple", "first", "average", "max"] | None = None
-    """As in transformers' pipeline. `none` gives each token, and is the default."""
+    """The strategy of transformers' pipeline. `none` gives each token, and is the default."""
 
 
 class FillMaskRequest(_TextRequest):

@@ -35,7 +35,7 @@ FILE: Final = "file"
 TASK: Final = "task"
 GRANULARITIES: Final = "timestamp_granularities"
 FILE_TYPES: Final = ("audio/", "video/", "application/octet-stream")
-"""Of a body that is the file itself."""
+"""The types of a body that is the file itself."""
 MAX_FIELDS: Final = 32
 MAX_FIELD_LENGTH: Final = 64 << 10
 FORMATS: Final = {
@@ -85,7 +85,7 @@ class TranscriptionFields(SpeechFields):
     """Language of the audio, by its code or its English name; by default the model detects it."""
 
     timestamp_granularities: list[Literal["segment", "word"]] | None = None
-    """For `verbose_json`: whose times it has. By default those of segments."""
+    """What `verbose_json` has the times of. By default segments."""
 
     stream: bool | None = None
     """Whether to send the text as server-sent events, when it is whole."""

@@ -218,7 +218,7 @@ def too_large(max_bytes: int) -> ApiError:
 
 
 def gateway_stops() -> ApiError:
-    """To a request that is still in flight when the gateway's time for that is over."""
+    """The answer to a request that is still in flight when the gateway's time for that is over."""
     return ApiError(503, "the gateway stops: send the request again later", code="shutting_down")
 
 

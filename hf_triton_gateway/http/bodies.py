@@ -29,7 +29,7 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 MAX_JSON_BYTES: Final = 4 << 20
-"""Of a chat, or of texts."""
+"""A chat's body, or one of texts, has no more."""
 MAX_VALUES: Final = 1 << 19
 """Values in a body, such as token ids: parsing them takes 50 ms."""
 MAX_CONTAINERS: Final = 1 << 16
@@ -41,9 +41,9 @@ JSON_DEPTH: Final = 5
 UNNAMED: Final = (None, "", "dummy", "tgi")
 """Names of no model: absent, and what huggingface_hub and TGI's clients send to a server of one model."""
 ANY_TASK: Final = ""
-"""In place of a task that a model must do."""
+"""Stands for a task that any model does."""
 _THREADS: Final = RunVar[CapacityLimiter]("hf_triton_threads")
-"""Of one event loop: one thread, since with more, the loop would wait for each of them in turn."""
+"""An event loop has one thread: with more, it would wait for each of them in turn."""
 
 
 class JsonRoute(APIRoute):

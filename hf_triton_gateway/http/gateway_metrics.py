@@ -29,7 +29,7 @@ class KeyCounts:
     cached_tokens: Counter
     completion_tokens: Counter
     refused: Mapping[str, Counter]
-    """By limit."""
+    """The counter of each limit."""
 
 
 class Metrics:

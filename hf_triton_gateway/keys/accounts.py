@@ -33,7 +33,7 @@ TOKENS: Final = "tokens"
 HEADERS: Final = tuple(
     f"x-ratelimit-{what}-{kind}" for kind in (REQUESTS, TOKENS) for what in ("limit", "remaining", "reset")
 )
-"""Of responses to keys with limits, as OpenAI names them."""
+"""The headers of responses to keys with limits, as OpenAI names them."""
 PERIODS_S: Final[Mapping[str, float]] = {
     "requests_per_minute": 60.0,
     "tokens_per_minute": 60.0,

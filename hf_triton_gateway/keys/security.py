@@ -53,7 +53,7 @@ class ApiKeys:
         self._stamp = self._read_stamp()
         self._secret = secrets.token_bytes(32)
         self._accounts: dict[bytes, Account] = {}
-        """By the digest of the key."""
+        """The accounts by the digest of their keys."""
         self._take(self._read())
         self._problem = ""
         """Why no key is valid."""
@@ -63,7 +63,7 @@ class ApiKeys:
         return None if self._problem else self._accounts.get(self._digest(key))
 
     def _digest(self, key: bytes) -> bytes:
-        """Under a secret of this process: what a dictionary compares is nothing that a client can choose."""
+        """Digest a key under a secret of this process: a dictionary compares nothing that a client can choose."""
         return hmac.digest(self._secret, key, "sha256")
 
     def _take(self, keys: dict[bytes, Quota]) -> None:

@@ -73,13 +73,13 @@ class Endpoint:
 
     @property
     def options(self) -> list[tuple[str, Any]]:
-        """Of a channel."""
+        """The options of a channel."""
         name = self.tls and self.tls.server_name
         return [*CHANNEL_OPTIONS, *([("grpc.ssl_target_name_override", name)] if name else [])]
 
     @property
     def credentials(self) -> grpc.ChannelCredentials | None:
-        """Of a channel; None: it is not encrypted."""
+        """The credentials of a channel; None: it is not encrypted."""
         import grpc
 
         if self.tls is None:

@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 TIMEOUT_S: Final = 1.0
 """Limit of a call."""
 RETRY_S: Final = 30.0
-"""When a model that did not answer is asked again."""
+"""A model that did not answer is asked again after this time."""
 NUM_INPUT_TOKENS: Final = "num_input_tokens"
-"""With JSON_OUTPUT, an output that this library adds to every folder."""
+"""This library adds the output to every folder, with JSON_OUTPUT."""
 BYTES: Final[Mapping[str, int]] = {
     **dict.fromkeys(("BOOL", "INT8", "UINT8"), 1),
     **dict.fromkeys(("INT16", "UINT16", "FP16", "BF16"), 2),
     **dict.fromkeys(("INT32", "UINT32", "FP32", "BYTES"), 4),
     **dict.fromkeys(("INT64", "UINT64", "FP64"), 8),
 }
-"""Of a zero or an empty string, by datatype."""
+"""The bytes of a zero or an empty string, by datatype."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class _Told:
     """The folder's config then."""
     info: ModelInfo | None
     until_s: float
-    """When the folder is asked again, by `time.monotonic()`."""
+    """The folder is asked again then, by `time.monotonic()`."""
 
 
 class ModelInfos:

@@ -34,14 +34,14 @@ POLL_S: Final = 1.0
 YIELD_S: Final = 10.0
 """A busy model that is waited out serves at least this long, or as long as its load took; then it is drained."""
 RETRY_S: Final = 5.0
-"""After a failed load, requests get its error for this long; after each further one, for twice as long."""
+"""Requests get the error of a failed load for this long; after each further one, for twice as long."""
 MAX_RETRY_S: Final = 600.0
 MAX_WAITING: Final = 512
 """Requests that wait for a load; more are refused."""
 
 
 class State(Enum):
-    """Of a model, as the gateway sees it."""
+    """A model's state, as the gateway sees it."""
 
     UNLOADED = "unloaded"
     LOADING = "loading"
@@ -61,7 +61,7 @@ class Activity:
     num_in_flight: int
     """Up to a second old; 0 if it is not known."""
     idle_s: float
-    """Since the last request began, in seconds; infinite if there was none."""
+    """Seconds since the last request began; infinite if there was none."""
 
 
 class Repository(Protocol):
@@ -74,7 +74,7 @@ class Repository(Protocol):
         """Each model, and whether it is loaded."""
 
     async def activity(self) -> Mapping[str, Activity]:
-        """Of the loaded models."""
+        """The activity of the loaded models."""
 
     async def load(self, name: str) -> None:
         """Load a model; return when it is ready."""

@@ -88,7 +88,7 @@ class TritonRepository:
         return states
 
     async def activity(self) -> Mapping[str, Activity]:
-        """Of the loaded models, as Triton's statistics and the models' gauges say; empty if they are changing."""
+        """The activity of loaded models, by Triton's statistics and the models' gauges; empty if they are changing."""
         try:
             answer = await self._stub.ModelStatistics(
                 service_pb2.ModelStatisticsRequest(), timeout=CONTROL_TIMEOUT_S, metadata=self._headers

@@ -64,9 +64,9 @@ class Model:
     door: Folder | None
     """The folder that streams; None if requests with `stream` are refused."""
     created_s: int
-    """When the gateway first saw it, in seconds since 1970."""
+    """The gateway first saw it then, in seconds since 1970."""
     is_loaded: bool | None = None
-    """With loading on demand: whether it is loaded."""
+    """Whether it is loaded, with loading on demand."""
 
     @property
     def name(self) -> str:
@@ -292,7 +292,7 @@ class TritonModels:
 
     @contextlib.asynccontextmanager
     async def _in_use(self, name: str, deadline_s: float) -> AsyncIterator[Use]:
-        """Where requests enter: with loading on demand, the model is loaded, and stays so meanwhile."""
+        """Requests enter here: with loading on demand, the model is loaded, and stays so meanwhile."""
         timeout_s = max(0.001, deadline_s - time.monotonic())
         if self._on_demand is None:
             yield Use(name, 0, timeout_s)
