@@ -64,11 +64,7 @@ ROUTERS: Final[tuple[APIRouter, ...]] = (
 
 
 def build_app(config: GatewayConfig) -> FastAPI:
-    """Build the gateway's application; it connects to Triton when it starts.
-
-    Raises:
-        SettingsError: The file of API keys, or one for Triton, cannot be read.
-    """
+    """Build the gateway's application; it connects to Triton when it starts."""
     endpoint = Endpoint.read(config)
     metrics, tracer = Metrics(), GatewayTracer()
     keys = None if config.api_key_file is None else ApiKeys(config.api_key_file, metrics)

@@ -24,7 +24,6 @@ class Gateway:
 
 
 def gateway_of(request: Request) -> Gateway:
-    """The gateway that serves a request."""
     gateway: Gateway = request.app.state.gateway
     return gateway
 

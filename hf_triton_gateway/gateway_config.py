@@ -27,11 +27,7 @@ DEFAULT_KEEP_ALIVE_S: Final = 600.0
 
 
 def read_duration(value: object) -> object:
-    """Seconds of a duration such as `10m`.
-
-    Raises:
-        ValueError: It is none.
-    """
+    """Seconds of a duration such as `10m`; a `ValueError` for what is none."""
     parsed = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([smh]?)", value) if isinstance(value, str) else None
     if parsed is not None:
         return float(parsed[1]) * UNITS_S[parsed[2]]
@@ -85,11 +81,7 @@ class TritonAddress(BaseModel):
 
 
 def both_or_none(key: Path | None, info: ValidationInfo, certificate: str) -> Path | None:
-    """A private key.
-
-    Raises:
-        ValueError: It is there without its certificate, or the certificate without it.
-    """
+    """A private key; a `ValueError` if it is there without its certificate, or that without it."""
     if (key is None) != (info.data.get(certificate) is None):
         raise ValueError(f"{info.field_name} belongs to {certificate}: give both, or neither")
     return key

@@ -64,14 +64,7 @@ def custom_of(tool: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def format_of(tool: Mapping[str, Any]) -> Grammar | None:
-    """The grammar of a custom tool's text; None: any text.
-
-    Args:
-        tool: Its `custom`.
-
-    Raises:
-        ValueError: The format is neither a text nor a grammar.
-    """
+    """The grammar of a tool's `custom`; None: any text. Another format is a `ValueError`."""
     form = tool.get("format") or {"type": "text"}
     if form.get("type") == "text":
         return None
@@ -85,11 +78,7 @@ def format_of(tool: Mapping[str, Any]) -> Grammar | None:
 
 
 def as_function(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """The function that a custom tool is for a chat template.
-
-    Args:
-        tool: Its `custom`.
-    """
+    """The function that a tool's `custom` is for a chat template."""
     grammar = format_of(tool)
     kind = {None: "Any text.", "lark": "A text that this Lark grammar allows:\n"}
     about = kind.get(None if grammar is None else grammar.kind, "A text that this regular expression matches:\n")
@@ -110,11 +99,7 @@ def input_of(arguments: str) -> str:
 
 
 def as_function_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    """An earlier call of a custom tool as the function call that chat templates know.
-
-    Raises:
-        ValueError: It has no name or no text.
-    """
+    """An earlier call of a custom tool as the function call that chat templates know, or a `ValueError`."""
     custom = call.get(CUSTOM)
     name, text = (custom.get("name"), custom.get(INPUT)) if isinstance(custom, dict) else (None, None)
     if not isinstance(name, str) or not isinstance(text, str):

@@ -154,11 +154,7 @@ def check_config(
 
 
 def _check_dims(port: Mapping[str, Any], is_batched: bool) -> None:
-    """Refuse an input's dimensions that no client's tensor has: `[n]`, or `[batch, n]` with the batch's own.
-
-    Raises:
-        SettingsError: Says what they may be.
-    """
+    """Refuse an input's dimensions that no client's tensor has: `[n]`, or `[batch, n]` with the batch's own."""
     dims, most = list(map(int, port.get("dims", ()))), 1 if is_batched else 2
     if not 1 <= len(dims) <= most:
         batch = ", behind the batch of max_batch_size" if is_batched else " or [ -1, 1 ]"

@@ -50,11 +50,7 @@ def _flag(name: str, value: object) -> bool:
 def parse_embedding_request(
     inputs: Mapping[str, Array], parameters: Mapping[str, object]
 ) -> tuple[dict[str, Array], dict[str, object]]:
-    """The inputs and parameters that a request with `embedding_request` stands for.
-
-    Raises:
-        RequestError: It is no such JSON.
-    """
+    """The inputs and parameters that a request with `embedding_request` stands for."""
     others = {name: array for name, array in inputs.items() if name not in (EMBEDDING_REQUEST, *VLLM_FLAGS)}
     options = {name: value for name, value in parameters.items() if name not in (EMBEDDING_REQUEST, *VLLM_FLAGS)}
     request = _parse(inputs.get(EMBEDDING_REQUEST, parameters.get(EMBEDDING_REQUEST)))

@@ -79,11 +79,7 @@ class ModelInfo:
 
     @classmethod
     def from_json(cls, text: str) -> ModelInfo:
-        """Read the output's text, of this release or another: unknown fields are passed over.
-
-        Raises:
-            ValueError: It is not one.
-        """
+        """Read the output's text, of any release: unknown fields are passed over. Another text is a `ValueError`."""
         values = json.loads(text)
         names = {field.name for field in dataclasses.fields(cls)}
         try:

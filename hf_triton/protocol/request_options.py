@@ -127,10 +127,6 @@ NO_OPTIONS: Final = RequestOptions()
 
 
 def parse_options(values: Mapping[str, object]) -> RequestOptions:
-    """Check the parameters among `values` that are request options.
-
-    Raises:
-        RequestError: A value is impossible.
-    """
+    """Check the parameters among `values` that are request options."""
     given = {name: value for name, value in values.items() if name in OPTIONS}
     return validated(RequestOptions, given) if given else NO_OPTIONS

@@ -69,9 +69,6 @@ def with_named_outputs(
         parameters: By name.
         inputs: The names of the request's tensors, which may be parameters too.
         named: The outputs that the client lists; empty if it does not choose.
-
-    Raises:
-        RequestError: The request lists `prompt_logprobs` without the parameter that fills it.
     """
     if PROMPT_LOGPROBS in named and PROMPT_LOGPROBS not in (*parameters, *inputs):
         raise RequestError(
@@ -94,9 +91,6 @@ def parse_request(inputs: Mapping[str, Array], parameters: Mapping[str, object],
             tensor holds one value, or one per prompt; arrays and objects may be JSON strings.
         parameters: The request's parameters, by name or alias.
         limits: What to accept.
-
-    Raises:
-        RequestError: The message names what is wrong and what is allowed.
     """
     if parameters.get("stop") is False:  # TensorRT-LLM's default: cancel nothing
         parameters = {name: value for name, value in parameters.items() if name != "stop"}
@@ -145,9 +139,6 @@ def with_default_outputs(
         names_outputs: Whether the client lists some outputs.
         has_json: Whether the response can have it: the folder declares it, and the response is not streamed.
         fills_json: Whether the folder's task fills it.
-
-    Raises:
-        RequestError: It cannot have it, and asks for it.
     """
     wanted = request.options.return_output
     if not has_json:
@@ -217,11 +208,7 @@ def _parameters_per_prompt(
 
 
 def check_parameter_names(parameters: Mapping[str, object]) -> None:
-    """Refuse unknown parameters.
-
-    Raises:
-        RequestError: Names the parameter and suggests a known one.
-    """
+    """Refuse unknown parameters, and suggest known ones."""
     for name, value in parameters.items():
         if not (_is_known(name) or has_no_effect(name, value)):
             raise unknown_parameter(name, (*OPTIONS, *CHAT_OPTIONS, *SOURCES))

@@ -149,14 +149,7 @@ def _check_names(value: Mapping[str, object], known: set[str]) -> None:
 
 
 def read_guides(values: Mapping[str, object]) -> Iterator[tuple[str, str, object]]:
-    """Read what constrains the output in the forms of vLLM and TensorRT-LLM.
-
-    Returns:
-        The spelling of each, the parameter that it is, and the value.
-
-    Raises:
-        RequestError: A form is malformed, or asks for something that is not supported.
-    """
+    """Read what constrains the output in the forms of vLLM and TensorRT-LLM: its spelling, our parameter, the value."""
     for form in ("structured_outputs", "guided_decoding"):
         if values.get(form) is not None:
             yield _read_vllm_guide(form, values[form])

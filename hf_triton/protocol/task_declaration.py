@@ -133,7 +133,6 @@ class TaskDeclaration:
 
     @property
     def all_outputs(self) -> Mapping[str, TaskOutput]:
-        """Every output by name."""
         common = {
             JSON_OUTPUT: TaskOutput("TYPE_STRING", "the result as JSON", by_default=self.has_json, is_json=True),
             NUM_TOKENS: TaskOutput("TYPE_UINT32", "tokens that the model read for the row", by_default=False),
@@ -198,11 +197,7 @@ def _inputs(declaration: TaskDeclaration, batch: list[int], parameters_as_inputs
 
 
 def check_task_input(declaration: TaskDeclaration, name: str, data_type: str) -> None:
-    """Refuse an input of a config.pbtxt that the task does not have.
-
-    Raises:
-        SettingsError: It is unknown or of a wrong type.
-    """
+    """Refuse an input of a config.pbtxt that the task does not have, or one of another type."""
     types = declaration.input_types.get(name)
     if types is None:
         raise SettingsError(
@@ -214,11 +209,7 @@ def check_task_input(declaration: TaskDeclaration, name: str, data_type: str) ->
 
 
 def check_task_output(declaration: TaskDeclaration, name: str, data_type: str) -> None:
-    """Refuse an output of a config.pbtxt that the task does not have.
-
-    Raises:
-        SettingsError: It is unknown or of a wrong type.
-    """
+    """Refuse an output of a config.pbtxt that the task does not have, or one of another type."""
     known = declaration.all_outputs
     if name not in known:
         raise SettingsError(

@@ -73,9 +73,6 @@ def read_task_request(
         inputs: Tensors by name: texts are BYTES `[n]` or `[batch, 1]`, one for each row or one for all.
         parameters: By name; a text may be one too.
         limits: What to accept.
-
-    Raises:
-        RequestError: The message names what is wrong and what is allowed.
     """
     given = merge_values(inputs, parameters)
     known = {*declaration.text_names(), *options.model_fields, *declaration.token_names}

@@ -37,9 +37,6 @@ def read_token_rows(inputs: Mapping[str, Any], limits: Limits) -> list[TokenRow]
     Args:
         inputs: By name, INT64 `[rows, length]`; the mask is 1 for tokens and 0 for padding, before or behind them.
         limits: What to accept; a row counts as many bytes as its integers have.
-
-    Raises:
-        RequestError: The message names the tensor and what is wrong with it.
     """
     tensors = {name: _matrix(name, inputs[name]) for name in TOKEN_INPUTS if name in inputs}
     for name in (INPUT_IDS, ATTENTION_MASK):

@@ -77,11 +77,7 @@ def problems(model: type[BaseModel], error: ValidationError) -> list[Problem]:
 
 
 def validated(model: type[Declared], values: Mapping[str, object]) -> Declared:
-    """An instance of a model of request parameters.
-
-    Raises:
-        RequestError: A value is impossible; about the first one.
-    """
+    """An instance of a model of request parameters; a `RequestError` is about the first impossible value."""
     try:
         return model.model_validate(values)
     except ValidationError as error:
@@ -145,13 +141,7 @@ def _wrong_choice(got: str, choices: Sequence[str], wanted: str) -> str:
 
 
 def _element_problem(model: type[BaseModel], details: Any, errors: Sequence[Any]) -> Problem | None:
-    """The wrong element of a list, by the declared alternatives that read the list farthest; None: it is no list.
-
-    Args:
-        model: The declarations.
-        details: The first error of the field.
-        errors: All errors.
-    """
+    """The wrong element of a list, by the declared alternatives that read the list farthest; None: it is no list."""
     name = str(details["loc"][0]) if details["loc"] else ""
     field = model.model_fields.get(name)
     if field is None or not any(typing.get_origin(_plain(each)) is list for each in _members(field.annotation)):
@@ -346,11 +336,7 @@ def _check_num_entries(value: Sized) -> None:
 
 
 def reject_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """The `object_pairs_hook` of request parameters; without it, the last of two equal names would win.
-
-    Raises:
-        RequestError: A name occurs twice.
-    """
+    """The `object_pairs_hook` of request parameters; without it, the last of two equal names would win."""
     values: dict[str, object] = {}
     for name, value in pairs:
         if name in values:
@@ -360,12 +346,7 @@ def reject_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def table(model: type[BaseModel], extra: Mapping[str, str] | None = None) -> str:
-    """The fields of a model as a Markdown table of name, values, default and meaning.
-
-    Args:
-        model: The declarations.
-        extra: Words to append to a field's name, by field.
-    """
+    """A model's fields as a Markdown table: name with `extra` words, values, default and meaning."""
     lines = ["| name | values | default | meaning |", "|---|---|---|---|"]
     for name, field in model.model_fields.items():
         meaning = " ".join((field.description or "").split())

@@ -64,17 +64,7 @@ class AgentRequest(Fields, AgentSampling):
     def generation(
         self, request_id: str, conversation: Conversation, names: Mapping[str, str | None], **chat: object
     ) -> Generation:
-        """What to ask of Triton.
-
-        Args:
-            request_id: The request's id.
-            conversation: The messages.
-            names: The client's names of the chat's fields, for error messages.
-            chat: More fields of the chat; None: not given.
-
-        Raises:
-            ApiError: A field is invalid.
-        """
+        """What to ask of Triton for a conversation and more fields of the chat; `names` are the client's."""
         shared = {name: getattr(self, name) for name in SHARED}
         own = self.names_of(names, places=conversation.places)
         try:
@@ -94,7 +84,6 @@ class ToolFields(Fields, NamedTool):
     """What the chat calls fields that have another name there."""
 
     def chat_tool(self) -> dict[str, Any]:
-        """The tool as the chat has it."""
         fields = {self.chat_names.get(name, name): value for name, value in self if value is not None}
         return {"type": self.kind, self.kind: fields}
 
@@ -112,11 +101,7 @@ def read_tool(forms: Mapping[str, type[Form]], place: str, tool: object) -> Form
 async def stream_steps(
     gateway: Gateway, generation: Generation, blocks: Blocks
 ) -> AsyncGenerator[tuple[list[Step], Outputs]]:
-    """The steps of each response, and its outputs; those of the last have a finish reason.
-
-    Raises:
-        ApiError: The request is refused, or fails.
-    """
+    """The steps of each response, and its outputs; those of the last have a finish reason."""
     async with aclosing(gateway.models.stream(generation)) as responses:
         outputs: Outputs
         async for outputs in responses:
@@ -129,7 +114,6 @@ def _steps(outputs: Outputs, blocks: Blocks) -> list[Step]:
 
 
 def has_calls(blocks: list[Block]) -> bool:
-    """Whether the message calls tools."""
     return any(block.kind == "tool_call" for block in blocks)
 
 

@@ -109,11 +109,6 @@ class CountRequest(AgentRequest):
     """`enabled` with `budget_tokens`, after which thinking ends; or `disabled`, for no thinking."""
 
     def chat_fields(self, conversation: Conversation) -> dict[str, object]:
-        """The chat's fields.
-
-        Raises:
-            ApiError: A field asks for what is not served.
-        """
         choice, parallel = _read_choice(self.tool_choice)
         output = parse_at(_OutputConfig, "output_config", self.output_config or {})
         places = {f"tools[{index}]": tool for index, tool in enumerate(self.tools or ())}
@@ -148,7 +143,6 @@ class MessagesRequest(CountRequest):
     """Up to 16 strings; generation stops before the first of them."""
 
     def chat_fields(self, conversation: Conversation) -> dict[str, object]:
-        """The chat's fields, with those of generating."""
         return {**super().chat_fields(conversation), "max_tokens": self.max_tokens, "stop": self.stop_sequences or None}
 
 
@@ -191,13 +185,11 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
 async def _generation(
     request: Request, body: CountRequest, conversation: Conversation, chat: Mapping[str, object]
 ) -> Generation:
-    """What to ask of Triton."""
     made = await beside_loop(request, body.generation, request_id_of(request), conversation, body.names(), **chat)
     return dataclasses.replace(made, num_bytes=len(await request.body()))
 
 
 def _message(generation: Generation, outputs: Outputs) -> dict[str, Any]:
-    """Anthropic's `message`."""
     blocks = blocks_of(message_of(outputs, 0))
     ending = {**_ending(outputs, calls_tools=has_calls(blocks)), "usage": _usage(outputs)}
     return _head(generation, outputs) | {"content": [content_block(block) for block in blocks]} | ending
@@ -230,7 +222,6 @@ def _head(generation: Generation, outputs: Outputs) -> dict[str, Any]:
 
 
 def _ending(outputs: Outputs, *, calls_tools: bool) -> dict[str, Any]:
-    """Why a message ended."""
     if finish_reason_of(outputs, 0) == "length":
         return {"stop_reason": "max_tokens", "stop_sequence": None}
     if stop := stop_reason_of(outputs, 0):

@@ -64,11 +64,6 @@ class _PastText(_Text):
 
 
 def read_messages(messages: list[Any], system: str | list[Any] | None) -> Conversation:
-    """The conversation of `system` and `messages`.
-
-    Raises:
-        ApiError: A message is invalid, or a block is of a type that is not served.
-    """
     conversation = Conversation()
     if system:
         _read_content(conversation, "system", "system", system)
@@ -146,12 +141,7 @@ def _result_text(place: str, content: str | list[Any] | None) -> str:
 
 
 def content_block(block: Block, text: str | None = None) -> dict[str, Any]:
-    """A block of an answer.
-
-    Args:
-        block: The block.
-        text: Its text, which is empty where a stream starts it; by default the block's.
-    """
+    """A block of an answer; its text is empty where a stream starts it, and by default the block's."""
     text = block.text if text is None else text
     if block.kind == REASONING:
         return {"type": "thinking", "thinking": text, "signature": ""}
@@ -169,7 +159,6 @@ def _arguments(text: str) -> dict[str, Any]:
 
 
 def block_delta(block: Block, piece: str) -> dict[str, Any]:
-    """A piece of a block of a stream."""
     if block.kind == REASONING:
         return {"type": "thinking_delta", "thinking": piece}
     if block.kind == TEXT:

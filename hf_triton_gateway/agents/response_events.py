@@ -20,11 +20,7 @@ PIECES: Final[Mapping[str, tuple[str, str]]] = {
 
 
 class ResponseEvents:
-    """Numbers the events of one response.
-
-    Args:
-        items: Writes its items.
-    """
+    """Numbers the events of one response."""
 
     def __init__(self, items: ResponseItems) -> None:
         self._items = items
@@ -32,7 +28,6 @@ class ResponseEvents:
         """The next event has this number."""
 
     def event(self, kind: str, data: Mapping[str, Any]) -> bytes:
-        """One event."""
         self.number += 1
         return named_event(kind, {"sequence_number": self.number - 1, **data})
 

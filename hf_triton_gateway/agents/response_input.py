@@ -117,9 +117,6 @@ def read_input(
         past: The items up to the end of the response that it goes on behind.
         instructions: The system message in front of it.
         tools: Takes the tools that are in the input.
-
-    Raises:
-        ApiError: An item is invalid, or is of a type that is not served.
     """
     conversation = Conversation()
     if instructions:

@@ -18,12 +18,7 @@ Tokens = list[dict[str, Any]]
 
 
 class ResponseItems:
-    """Writes the items of one response.
-
-    Args:
-        identity: What the ids of the items are made of.
-        tools: The request's.
-    """
+    """Writes the items of one response; their ids are made of `identity`."""
 
     def __init__(self, identity: str, tools: ResponseTools) -> None:
         self._identity = identity
@@ -32,7 +27,6 @@ class ResponseItems:
         self._logprobs: dict[int, Tokens] = {}  # of texts, by index
 
     def id_of(self, block: Block) -> str:
-        """The id of a block's item."""
         return f"{PREFIXES[block.kind]}_{self._identity}_{block.index}"
 
     def item(self, block: Block, status: str, text: str | None = None) -> dict[str, Any]:

@@ -85,11 +85,6 @@ class ResponseTools:
         self._indices: dict[tuple[str, str], int] = {}  # by type and flat name
 
     def add(self, place: str, tool: object, namespace: str | None = None) -> None:
-        """Add a tool, or those of a namespace.
-
-        Raises:
-            ApiError: It is invalid.
-        """
         self._num_read += 1
         if self._num_read > MAX_READ:
             message = (
@@ -127,11 +122,6 @@ class ResponseTools:
         return alike[0] if len(alike) == 1 else (called, None)
 
     def choice(self, choice: str | dict[str, Any] | None) -> object:
-        """The chat's `tool_choice`.
-
-        Raises:
-            ApiError: It is invalid, or asks for a tool of the server's.
-        """
         if not isinstance(choice, dict):
             return choice
         if choice.get("type") == ALLOWED:

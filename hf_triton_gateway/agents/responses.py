@@ -136,14 +136,7 @@ class ResponsesRequest(AgentRequest):
     """Number of most likely tokens to list at each position, with log probabilities."""
 
     def chat_fields(self, tools: ResponseTools) -> dict[str, object]:
-        """The chat's fields.
-
-        Args:
-            tools: The tools that the input and `tools` hold.
-
-        Raises:
-            ApiError: A field asks for what is not served.
-        """
+        """The chat's fields; `tools` has those of the input too."""
         for name in self.include or ():
             if name in UNINCLUDED:
                 pass_over(f"include.{name}")
@@ -165,11 +158,6 @@ class ResponsesRequest(AgentRequest):
         }
 
     def read_tools(self) -> ResponseTools:
-        """The tools of `tools`.
-
-        Raises:
-            ApiError: One is invalid.
-        """
         tools = ResponseTools()
         for index, tool in enumerate(self.tools or ()):
             tools.add(f"tools[{index}]", tool)
@@ -205,11 +193,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
 
 
 def _stores(gateway: Gateway, body: ResponsesRequest, key: bytes) -> tuple[ResponseStore | None, StoredResponse | None]:
-    """The store that keeps a request's response, and the response that the request goes on behind.
-
-    Raises:
-        ApiError: Nothing is kept, or there is no such earlier response.
-    """
+    """The store that keeps a request's response, and the response that the request goes on behind."""
     previous, param = None, "previous_response_id"
     if body.previous_response_id is not None:
         previous = store_of(gateway, param).get(body.previous_response_id, key, param)
@@ -234,18 +218,7 @@ class _Read:
     def of(
         cls, body: ResponsesRequest, request_id: str, previous: StoredResponse | None, num_bytes: int, *, is_kept: bool
     ) -> _Read:
-        """Read a request.
-
-        Args:
-            body: Its body.
-            request_id: Its id.
-            previous: The response that it goes on behind.
-            num_bytes: At most, of both as JSON.
-            is_kept: Whether the response is to be kept.
-
-        Raises:
-            ApiError: A field or an item is wrong, or the conversation is too long.
-        """
+        """Read a request; it and the `previous` response, behind which it goes on, have `num_bytes` of JSON at most."""
         tools, own = body.read_tools(), served_items(items_of(body.input))
         past = () if previous is None else tuple(map(read_part, served_items(previous.items)))
         _check_length(past, own, num_bytes)
@@ -259,11 +232,7 @@ class _Read:
 
 
 def _check_length(past: Sequence[Any], own: Sequence[Any], num_bytes: int) -> None:
-    """Refuse a conversation that no request could hold.
-
-    Raises:
-        ApiError: It is one; a new one begins without `previous_response_id`.
-    """
+    """Refuse a conversation that no request could hold; a new one begins without `previous_response_id`."""
     if not past:
         return
     found = f"{len(past)} items, and {len(own)} with the request: {MAX_INPUT_ITEMS} at most"
@@ -304,11 +273,7 @@ def _response(read: _Read, outputs: Outputs) -> dict[str, Any]:
 def _head(
     body: ResponsesRequest, generation: Generation, own: Sequence[Any], identity: str, *, is_kept: bool
 ) -> dict[str, Any]:
-    """OpenAI's `response` in progress, which repeats the request.
-
-    Raises:
-        ApiError: The request holds what JSON cannot.
-    """
+    """OpenAI's `response` in progress, which repeats the request."""
     text, reasoning = body.text or {}, body.reasoning or {}
     head = {
         "id": f"resp_{identity}",

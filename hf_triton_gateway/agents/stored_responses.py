@@ -63,11 +63,7 @@ def _store(request: Request) -> ResponseStore:
 
 
 def store_of(gateway: Gateway, param: str = "response_id") -> ResponseStore:
-    """What keeps responses.
-
-    Raises:
-        ApiError: Nothing does.
-    """
+    """What keeps responses; a request for it is refused if nothing does."""
     if not gateway.stored.keeps_any:
         raise ApiError(
             400,

@@ -106,11 +106,6 @@ class ChatRequest(GenerationFields):
         return isinstance(self.tool_choice, dict) and self.tool_choice.get("type") == "function"
 
     def generation(self, request_id: str) -> Generation:
-        """What to ask of Triton.
-
-        Raises:
-            ApiError: Two fields contradict each other.
-        """
         sampling = self.sampling_parameters()
         returns: tuple[str, ...] = RETURNS
         if self.top_logprobs and not self.logprobs:
@@ -213,7 +208,6 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
 
 
 def chat_completion(body: ChatRequest, generation: Generation, outputs: Outputs) -> dict[str, Any]:
-    """OpenAI's `chat.completion`."""
     answer = {
         "id": f"chatcmpl-{generation.request_id}",
         "object": "chat.completion",
@@ -278,13 +272,7 @@ def _chunks(choices: Sequence[_ChatStream], outputs: Outputs, *, is_first: bool)
 
 
 class _ChatStream:
-    """The chunks of one choice of a streamed chat.
-
-    Args:
-        body: The request.
-        head: What all chunks begin with.
-        index: The choice's.
-    """
+    """The chunks of one choice of a streamed chat; they all begin with `head`."""
 
     def __init__(self, body: ChatRequest, head: dict[str, Any], index: int) -> None:
         self._body = body

@@ -60,15 +60,7 @@ class CompletionRequest(GenerationFields):
         return self.max_tokens == 0
 
     def generations(self, request_id: str, max_batch_size: int) -> list[Generation]:
-        """What to ask of Triton: one request for all prompts, or one for each prompt of token ids.
-
-        Args:
-            request_id: The id of all of them.
-            max_batch_size: Most prompts in one; 0: any number.
-
-        Raises:
-            ApiError: Two fields contradict each other, or there is no prompt.
-        """
+        """What to ask of Triton: one request for `max_batch_size` prompts (0: all), or for a prompt of token ids."""
         sampling, options = self.sampling_parameters(), {"exclude_input_in_output": not self.echo}
         if self.only_scores:
             if not self.echo:
@@ -129,7 +121,6 @@ class _Answer:
         return max(1, len(self.generation.prompts)) * self.body.num_choices
 
     def choice(self, outputs: Outputs, index: int) -> dict[str, Any]:
-        """One choice of a whole answer."""
         text, logprobs = text_of(outputs, index), None
         if self.body.only_scores:
             text = self.generation.prompts[index // self.body.num_choices] if self.generation.prompts else ""
@@ -228,13 +219,7 @@ def _chunks(choices: Sequence[_ChoiceStream], outputs: Outputs) -> bytes:
 
 
 class _ChoiceStream:
-    """The chunks of one choice of a streamed completion.
-
-    Args:
-        answer: What it is a choice of.
-        head: What all chunks begin with.
-        index: The choice's among those of the answer.
-    """
+    """The chunks of one choice of a streamed completion; they all begin with `head`."""
 
     def __init__(self, answer: _Answer, head: dict[str, Any], index: int) -> None:
         self._body = body = answer.body

@@ -77,7 +77,6 @@ class Conversation:
         self._message("assistant", place).setdefault("tool_calls", []).append(call)
 
     def add_result(self, call_id: str, text: str, place: str) -> None:
-        """Add what a tool answered."""
         self._messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
         self._places.append(place)
 

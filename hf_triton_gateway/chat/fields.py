@@ -183,11 +183,7 @@ class Ignored:
     """Whether a value that asks for something changes no answer: it is passed over, and the response names it."""
 
     def check(self, name: str, value: object) -> None:
-        """Pass a value over, or refuse it.
-
-        Raises:
-            ApiError: It would change the answer.
-        """
+        """Pass a value over, or refuse it."""
         if self.values is None or any(value is one or value == one for one in (*NOTHING, *self.values)):
             return
         if self.is_hint:
@@ -351,12 +347,7 @@ class Fields(BaseModel):
         return self._words.get(name, name)
 
     def names_of(self, names: Mapping[str, str | None], **more: Any) -> ClientNames:
-        """Names for error messages, as this request spells its fields.
-
-        Args:
-            names: By our name of a field or parameter, the field of this body.
-            **more: Other arguments of `ClientNames`.
-        """
+        """Names for error messages, as this request spells its fields; `names` are the body's fields by our names."""
         words = {own: name and self.word(name) for own, name in names.items()}
         fields = {*type(self).known(), *map(head_of, self._words.values())}
         return ClientNames({**self._words, **words}, fields, **more)
@@ -473,11 +464,7 @@ class GenerationFields(Fields, SamplingFields):
         )
 
     def sampling_parameters(self) -> dict[str, object]:
-        """The sampling parameters that are given, by our names.
-
-        Raises:
-            ApiError: Two fields contradict each other.
-        """
+        """The sampling parameters that are given, by our names."""
         self._check_stream_options()
         given: dict[str, object] = {}
         for name, own in (*SAMPLING.items(), *PASSED_ON.items()):

@@ -131,11 +131,7 @@ async def tokenizer_info(request: Request, model: str | None = None) -> Response
 async def _ask_tokenizer(
     request: Request, model: str, folder: Folder, asked: Mapping[str, object], names: Mapping[str, str] | None = None
 ) -> Outputs:
-    """What a model's tokenizer answers, see `hf_triton.protocol.tokenizer_request`.
-
-    Raises:
-        ApiError: Its process does not know such questions, or refuses this one.
-    """
+    """What a model's tokenizer answers, see `hf_triton.protocol.tokenizer_request`."""
     if folder.task is None or not {JSON_OUTPUT, NUM_TOKENS} <= folder.outputs:
         message = f"the model {clip(model)} is of another library, whose tokenizer cannot be asked"
         raise ApiError(400, message, param="model", code="unsupported_parameter")

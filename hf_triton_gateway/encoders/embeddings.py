@@ -56,11 +56,7 @@ class EmbeddingRequest(EncoderFields):
     """vLLM's form of `input`: one message whose content is one text or one part."""
 
     def given_input(self) -> tuple[str, Any]:
-        """The input, or what stands in its place, behind the name of its field.
-
-        Raises:
-            ApiError: There is none, or several.
-        """
+        """The input, or what stands in its place, behind the name of its field."""
         if self.input is not None and self.messages is None:
             return "input", self.input
         match self.messages if self.input is None else ():

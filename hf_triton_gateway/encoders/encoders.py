@@ -60,11 +60,7 @@ class EncoderFields(Fields):
     """Name of a LoRA adapter of the model. By default the one behind a colon in `model`, if there is one."""
 
     def cutting(self) -> dict[str, bool | int | str | None]:
-        """How texts are cut, in the names of encoders' parameters.
-
-        Raises:
-            ApiError: Two fields contradict each other.
-        """
+        """How texts are cut, in the names of encoders' parameters."""
         truncate, side = self.truncate, self.truncation_side
         if isinstance(truncate, str):
             own_side = SIDES.get(truncate)
@@ -97,9 +93,6 @@ async def encode(
         parameters: Of the task; None is not sent.
         names: The client's names of the inputs.
         places: The client's numbers of the texts, or their places; empty: it sent one; None: as they are counted.
-
-    Raises:
-        ApiError: The request is refused, the model has another task, or the client has left.
     """
     gateway, longest = gateway_of(request), max(texts, key=lambda name: len(texts[name]))
     count = len(texts[longest])
@@ -177,11 +170,7 @@ def usage_of(outputs: Outputs) -> dict[str, int]:
 
 
 def text_list(name: str, value: str | Sequence[str]) -> list[str]:
-    """One text or several.
-
-    Raises:
-        ApiError: There is none, or one is empty.
-    """
+    """One text or several, none of them empty."""
     texts = [value] if isinstance(value, str) else list(value)
     if not texts:
         raise ApiError(400, f"{name} is an empty list: give one text or more", param=name)
@@ -193,11 +182,7 @@ def text_list(name: str, value: str | Sequence[str]) -> list[str]:
 
 
 def texts_or_tokens(field: str, value: str | list[str] | list[int] | list[list[int]]) -> tuple[str, list[str]]:
-    """The name of a model's input, and its texts, or of each the JSON of its token ids.
-
-    Raises:
-        ApiError: There is no text, or one is empty.
-    """
+    """The name of a model's input, and its texts, or of each the JSON of its token ids, none of them empty."""
     given: Any = value
     if not given or isinstance(given, str) or isinstance(given[0], str):
         return "text", text_list(field, given)

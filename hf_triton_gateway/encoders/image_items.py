@@ -48,16 +48,7 @@ class _TextPart(Fields):
 
 
 def read_items(field: str, value: Any, *, strings_too: bool = False) -> Items:
-    """The texts, token ids or images of a field.
-
-    Args:
-        field: Its name.
-        value: As the request's model has checked it.
-        strings_too: Whether a string that is an image's data URI is one; if not, it is a text.
-
-    Raises:
-        ApiError: One is empty, or no data URI.
-    """
+    """The texts, token ids or images of a field; with `strings_too` a string that is an image's data URI is one."""
     parts = value if isinstance(value, list) else [value]
     if not any(isinstance(part, dict) or (strings_too and _is_image(part)) for part in parts):
         name, texts = texts_or_tokens(field, value)
@@ -109,7 +100,6 @@ async def encode_items(
 
 
 def size_of_found(found: Found) -> int:
-    """Its bytes, estimated."""
     return sum(size_of(outputs) for _, outputs in found)
 
 

@@ -187,11 +187,7 @@ async def _encode(request: Request, asked: _Asked, outputs: Sequence[str], given
 
 
 def _value(name: str, value: Any) -> bool | int | float | str:
-    """A parameter as Triton's requests have it; lists and objects are JSON text.
-
-    Raises:
-        ApiError: It is not the task's, or no value that Triton knows.
-    """
+    """A parameter as Triton's requests have it; lists and objects are JSON text."""
     place = f"parameters.{name}"
     if name in RESERVED:
         raise unknown_field(place, ())

@@ -88,11 +88,7 @@ class ScoreRequest(ScoringFields):
     """Another name of `text_2`, beside `data_1`."""
 
     def pair(self) -> tuple[str, str]:
-        """The names by which the texts are given.
-
-        Raises:
-            ApiError: They are no pair.
-        """
+        """The names by which the texts are given."""
         given = self.model_fields_set - ScoringFields.model_fields.keys()
         pair = next((pair for pair in PAIRS if {*pair} == given), None)
         if pair is None:

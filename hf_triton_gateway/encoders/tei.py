@@ -229,11 +229,7 @@ def predictions(outputs: Outputs, num_rows: int) -> list[list[dict[str, Any]]]:
 
 
 def _pairs(inputs: str | Sequence[str | list[str]]) -> tuple[list[list[str]], bool]:
-    """The texts or pairs of a request, and whether they are a batch.
-
-    Raises:
-        ApiError: They are something else.
-    """
+    """The texts or pairs of a request, and whether they are a batch."""
     if isinstance(inputs, str):
         inputs = [inputs]
     is_batch = bool(inputs) and not any(isinstance(entry, str) for entry in inputs)

@@ -126,7 +126,7 @@ _PATH: Final = re.compile(r"""'[.~]{0,2}/[^']+'|(?<![\w:/.~-])[.~]{0,2}/(?!v\d/)
 
 
 class ApiError(HTTPException):
-    """A request's failure, as the client sees it.
+    """A request's failure, as the client sees it; what serves a request may raise it anywhere.
 
     Args:
         status: HTTP status.

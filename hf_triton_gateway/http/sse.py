@@ -73,7 +73,6 @@ class EventStream(Response):
         self._error_prefix = b"event: error\n" if name_errors else b""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events."""
         try:
             await run_while_connected(receive, self._send_all(scope, send))
         except ApiError:
@@ -102,7 +101,6 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_error(self, scope: Scope, send: Send, error: ApiError) -> None:
-        """Send the last event."""
         data = self._error_prefix + event(error.body(scope["path"]))
         await send({"type": "http.response.body", "body": data, "more_body": False})
 

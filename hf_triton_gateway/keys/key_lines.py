@@ -73,11 +73,7 @@ class Quota(BaseModel):
 
 
 def read_lines(lines: Iterable[bytes], file: str) -> dict[bytes, Quota]:
-    """The keys of a file, each with what it may ask for.
-
-    Raises:
-        KeyLineError: A line is wrong.
-    """
+    """The keys of a file, each with what it may ask for."""
     own: dict[bytes, dict[str, str | None]] = {}
     numbers: dict[bytes, int] = {}
     for number, line in enumerate(lines, 1):

@@ -142,7 +142,6 @@ class KeyCheck:
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or answer 401."""
         if scope["type"] == "http" and not _is_open(scope):
             account = self._keys.find(key_of(scope))
             CURRENT.set(account)

@@ -57,15 +57,7 @@ class Endpoint:
 
     @classmethod
     def read(cls, address: TritonAddress, headers: Mapping[str, str] | None = None) -> Endpoint:
-        """The endpoint of an address, with its files read.
-
-        Args:
-            address: Names the files.
-            headers: More of them, which count before those of the file.
-
-        Raises:
-            SettingsError: A file cannot be read, or holds something else.
-        """
+        """The endpoint of an address, with its files read; `headers` count before those of its file."""
         file = address.triton_headers_file
         more = {} if file is None else read_headers(file)
         host_port = address.triton.removeprefix(TLS_SCHEME)
@@ -73,7 +65,6 @@ class Endpoint:
 
     @property
     def options(self) -> list[tuple[str, Any]]:
-        """The options of a channel."""
         name = self.tls and self.tls.server_name
         return [*CHANNEL_OPTIONS, *([("grpc.ssl_target_name_override", name)] if name else [])]
 
@@ -105,11 +96,7 @@ class Endpoint:
 
 
 async def wait_for_attempt(channel: grpc.aio.Channel) -> None:
-    """Wait for the next attempt of a channel that could not connect: until then calls fail, though Triton may be there.
-
-    Args:
-        channel: Of the running event loop.
-    """
+    """Wait for a channel's next attempt to connect: until then calls fail, though Triton may be there."""
     import grpc
 
     failed = grpc.ChannelConnectivity.TRANSIENT_FAILURE

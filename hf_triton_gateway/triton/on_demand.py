@@ -217,11 +217,7 @@ class OnDemand:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def names(self) -> Mapping[str, bool]:
-        """All models in the repository, and whether they are loaded.
-
-        Raises:
-            ApiError: Triton cannot be reached, or does not load models on demand.
-        """
+        """All models in the repository, and whether they are loaded."""
         if not self._names or self._clock() - self._looked_s > 2 * POLL_S:
             await asyncio.shield(self._look())
         loaded = {name for name, entry in self._entries.items() if entry.state in (State.READY, State.DRAINING)}
@@ -229,15 +225,7 @@ class OnDemand:
 
     @contextlib.asynccontextmanager
     async def in_use(self, name: str, timeout_s: float) -> AsyncIterator[Use]:
-        """Have a model loaded, and keep it loaded meanwhile.
-
-        Args:
-            name: The model's.
-            timeout_s: The request's time, in seconds.
-
-        Raises:
-            ApiError: There is no such model, it cannot be loaded, or not in time, or too many requests wait.
-        """
+        """Have a model loaded, and keep it loaded meanwhile."""
         start_s = self._clock()
         if name not in self._names:
             await asyncio.shield(self._look())
@@ -261,11 +249,7 @@ class OnDemand:
             self._wake.set()
 
     async def load_door(self, name: str) -> None:
-        """Load the stream door of a model in use, which another client has unloaded alone, or has not loaded with it.
-
-        Raises:
-            ApiError: It cannot be loaded, or could not a moment ago.
-        """
+        """Load the stream door of a model in use, which another client has unloaded alone, or not loaded."""
         until_s, failure = self._door_failures.get(name, (0.0, None))
         if failure is not None and (left_s := until_s - self._clock()) > 0:
             raise _copy(failure, left_s)

@@ -51,11 +51,7 @@ class TritonRepository:
         await self._channel.close()
 
     async def check(self) -> None:
-        """Check that Triton loads and unloads on request.
-
-        Raises:
-            ApiError: It does not, or cannot be reached.
-        """
+        """Check that Triton loads and unloads on request."""
         await wait_for_attempt(self._channel)
         request = service_pb2.RepositoryModelUnloadRequest(model_name="")  # refused or ignored, by the mode
         try:
@@ -110,11 +106,7 @@ class TritonRepository:
         }
 
     async def load(self, name: str) -> None:
-        """Load a model and its stream door; return when they are ready.
-
-        Raises:
-            ApiError: Triton cannot load it; the message has its reason.
-        """
+        """Load a model and its stream door; return when they are ready."""
         await self._load(name)
         try:
             await self.load_door(name)
@@ -144,11 +136,7 @@ class TritonRepository:
             ) from None
 
     async def unload(self, name: str) -> None:
-        """Unload a model and its stream door; return when they are unloaded.
-
-        Raises:
-            ApiError: Triton cannot be reached, or is not done within `UNLOAD_LIMIT_S`.
-        """
+        """Unload a model and its stream door; return when they are unloaded."""
         states = await self._states()
         folders = [folder for folder in (name + DOOR_SUFFIX, name) if states.get(folder) in PRESENT]
         try:

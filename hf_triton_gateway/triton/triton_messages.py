@@ -106,7 +106,6 @@ class Folder:
 
     @classmethod
     def from_config(cls, name: str, config: Any) -> Folder:
-        """The folder of a `ModelConfig` message."""
         return cls(
             name,
             config.max_batch_size,
@@ -183,16 +182,11 @@ class TextRequest:
 
     @property
     def size(self) -> int:
-        """Its bytes, estimated."""
         return sum(len(text) for texts in self.texts.values() for text in texts)
 
 
 def adapter_name(model: str, named: object) -> str | None:
-    """The adapter that a request names behind its model, or by its `lora_name`; None: it names none.
-
-    Raises:
-        ApiError: It names two.
-    """
+    """The adapter that a request names behind its model; None: it names none. `lora_name` may name no other."""
     adapter = model.partition(ADAPTER_MARK)[2]
     if adapter and named and named != adapter:
         raise ApiError(400, f"model names the adapter {adapter}, and lora_name {named}", param=LORA_NAME)
@@ -234,7 +228,6 @@ class Generation:
 
     @property
     def size(self) -> int:
-        """Its bytes, estimated."""
         return max(self.num_bytes, sum(map(len, self.prompts)), 8 * len(self.prompt_token_ids or ()))
 
     def unread_variables(self, info: ModelInfo) -> list[str]:
@@ -260,21 +253,12 @@ class Generation:
 
     @property
     def sampling_parameters(self) -> Mapping[str, object]:
-        """The generation parameters, the adapter's name among them.
-
-        Raises:
-            ApiError: Two adapters are named.
-        """
+        """The generation parameters, the adapter's name among them."""
         adapter = adapter_name(self.model, self.sampling.get(LORA_NAME))
         return {**self.sampling, LORA_NAME: adapter} if adapter else self.sampling
 
 
 def infer_request(folder: Folder, request: Generation | TextRequest, *, is_stream: bool) -> Any:
-    """The gRPC message of a request.
-
-    Raises:
-        ApiError: A string is not Unicode, or the folder has no such input.
-    """
     message = service_pb2.ModelInferRequest(model_name=folder.name, id=request.request_id)
     try:
         if isinstance(request, TextRequest):
@@ -391,7 +375,6 @@ class StreamSize:
         return self.total if is_whole or "finish_reason" in outputs else self._since
 
     def sent(self) -> None:
-        """A piece was sent."""
         self._since = 0
 
 
