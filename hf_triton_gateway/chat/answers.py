@@ -142,3 +142,8 @@ class StreamedTokens:
 
 def now_s() -> int:
     return int(time.time())
+
+
+def response_head(identity: str, kind: str, model: str) -> dict[str, Any]:
+    """What OpenAI's responses begin with."""
+    return {"id": identity, "object": kind, "created": now_s(), "model": model}

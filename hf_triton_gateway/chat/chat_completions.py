@@ -26,7 +26,7 @@ from hf_triton_gateway.chat.answers import (
     finish_reason_of,
     json_output,
     message_of,
-    now_s,
+    response_head,
     stop_reason_of,
     usage_of,
 )
@@ -107,7 +107,6 @@ class ChatRequest(GenerationFields):
 
     def generation(self, request_id: str) -> Generation:
         sampling = self.sampling_parameters()
-        returns: tuple[str, ...] = RETURNS
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs is for logprobs true: set it", param="top_logprobs")
         if self.echo:
@@ -127,17 +126,13 @@ class ChatRequest(GenerationFields):
         if self.logprobs:
             sampling["logprobs"] = self.top_logprobs or 0
             options["return_logprobs"] = True
-        if self.return_token_ids:
-            returns = (*returns, "token_ids", "prompt_token_ids")
-        elif self.counts_continuously:
-            returns = (*returns, "token_ids")
         return Generation(
             self.model,
             request_id,
             sampling,
             options,
             messages=self.messages,
-            returns=returns,
+            returns=(*RETURNS, *self.token_outputs),
             names=self.client_names(**self._other_names(), logprobs="top_logprobs", text_input=ELSEWHERE),
         )
 
@@ -209,10 +204,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
 
 def chat_completion(body: ChatRequest, generation: Generation, outputs: Outputs) -> dict[str, Any]:
     answer = {
-        "id": f"chatcmpl-{generation.request_id}",
-        "object": "chat.completion",
-        "created": now_s(),
-        "model": generation.model,
+        **response_head(f"chatcmpl-{generation.request_id}", "chat.completion", generation.model),
         "choices": [_choice(body, outputs, index) for index in range(body.num_choices)],
         "usage": usage_of(outputs, body.num_choices),
     }
@@ -247,12 +239,7 @@ def _with_reasoning(body: ChatRequest, message: dict[str, Any]) -> dict[str, Any
 
 async def stream_chat(gateway: Gateway, body: ChatRequest, generation: Generation) -> AsyncGenerator[bytes]:
     """The events of OpenAI's `chat.completion.chunk`: a role, deltas, a finish reason, usage if asked for."""
-    head = {
-        "id": f"chatcmpl-{generation.request_id}",
-        "object": "chat.completion.chunk",
-        "created": now_s(),
-        "model": generation.model,
-    }
+    head = response_head(f"chatcmpl-{generation.request_id}", "chat.completion.chunk", generation.model)
     choices = [_ChatStream(body, head, index) for index in range(body.num_choices)]
     is_first, size = True, StreamSize()
     async with aclosing(gateway.models.stream(generation)) as responses:
@@ -276,7 +263,7 @@ class _ChatStream:
 
     def __init__(self, body: ChatRequest, head: dict[str, Any], index: int) -> None:
         self._body = body
-        self._head = head if body.counts_continuously or not body.includes_usage else head | {"usage": None}
+        self._head = body.chunk_head(head)
         self._start = chunk_start(self._head)
         self._index = index
         self._tokens = StreamedTokens(index)

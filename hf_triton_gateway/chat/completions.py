@@ -19,7 +19,7 @@ from hf_triton_gateway.chat.answers import (
     StreamedTokens,
     finish_reason_of,
     json_output,
-    now_s,
+    response_head,
     stop_reason_of,
     text_of,
     usage,
@@ -73,12 +73,7 @@ class CompletionRequest(GenerationFields):
             if self.echo:
                 sampling["prompt_logprobs"] = self.logprobs
         counts = COUNTS[:-1] if self.only_scores else COUNTS  # of the prompt alone
-        returns: tuple[str, ...] = ("finish_reason", "stop_string", *counts)
-        if self.return_token_ids:
-            returns = (*returns, "token_ids", "prompt_token_ids")
-        elif self.counts_continuously:
-            returns = (*returns, "token_ids")
-
+        returns = ("finish_reason", "stop_string", *counts, *self.token_outputs)
         texts, ids = self._prompts()
 
         def generation(first_row: int = 0, name: str = "prompt", **prompt: Any) -> Generation:
@@ -180,12 +175,7 @@ def _completion(pairs: Sequence[tuple[_Answer, Outputs]]) -> dict[str, Any]:
 
 
 def _head(generation: Generation) -> dict[str, Any]:
-    return {
-        "id": f"cmpl-{generation.request_id}",
-        "object": "text_completion",
-        "created": now_s(),
-        "model": generation.model,
-    }
+    return response_head(f"cmpl-{generation.request_id}", "text_completion", generation.model)
 
 
 def _sum(usages: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -223,7 +213,7 @@ class _ChoiceStream:
 
     def __init__(self, answer: _Answer, head: dict[str, Any], index: int) -> None:
         self._body = body = answer.body
-        self._head = head if body.counts_continuously or not body.includes_usage else head | {"usage": None}
+        self._head = body.chunk_head(head)
         self._start = chunk_start(self._head)
         self._index = index
         self._number = answer.first_index + index

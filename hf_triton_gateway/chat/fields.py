@@ -463,6 +463,17 @@ class GenerationFields(Fields, SamplingFields):
             self.includes_usage and self.stream_options is not None and bool(self.stream_options.get(CONTINUOUS_USAGE))
         )
 
+    @property
+    def token_outputs(self) -> tuple[str, ...]:
+        """The outputs of token ids that the answer is made of."""
+        if self.return_token_ids:
+            return "token_ids", "prompt_token_ids"
+        return ("token_ids",) if self.counts_continuously else ()
+
+    def chunk_head(self, head: dict[str, Any]) -> dict[str, Any]:
+        """What a stream's chunks begin with: where only its end has usage, theirs is null."""
+        return head if self.counts_continuously or not self.includes_usage else head | {"usage": None}
+
     def sampling_parameters(self) -> dict[str, object]:
         """The sampling parameters that are given, by our names."""
         self._check_stream_options()

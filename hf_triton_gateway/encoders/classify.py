@@ -11,17 +11,17 @@ from fastapi.responses import Response
 
 from hf_triton.protocol.task_declaration import IMAGE
 from hf_triton_gateway.chat.fields import Texts, TokenIds, TokenLists
-from hf_triton_gateway.encoders.encoders import EncoderFields
+from hf_triton_gateway.encoders.encoders import EncoderFields, response_head
 from hf_triton_gateway.encoders.image_items import (
     Found,
     ImageRoute,
     Parts,
     encode_items,
+    found_rows,
     read_items,
-    rows_of,
     size_of_found,
 )
-from hf_triton_gateway.encoders.reranking import SCORE, response_head
+from hf_triton_gateway.encoders.reranking import SCORE
 from hf_triton_gateway.http.api_errors import RESPONSES, ApiError
 from hf_triton_gateway.http.bodies import beside_loop, json_response
 from hf_triton_gateway.triton.triton_messages import CLASSIFICATION, IMAGE_CLASSIFICATION
@@ -57,7 +57,7 @@ async def classify(body: ClassifyRequest, request: Request) -> Response:
 
 
 def _answer(body: ClassifyRequest, head: dict[str, Any], found: Found) -> dict[str, Any]:
-    rows, usage = rows_of(found, OUTPUTS)
+    rows, usage = found_rows(found, OUTPUTS)
     data = []
     for index, row in enumerate(rows):
         labels, scores, probs = row["label"], row[SCORE], row[ALL_SCORES]

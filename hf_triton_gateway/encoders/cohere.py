@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import base64
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal
 
@@ -16,7 +14,7 @@ from fastapi.responses import Response
 from hf_triton_gateway.app_state import request_id_of
 from hf_triton_gateway.chat.conversation import parse_at
 from hf_triton_gateway.chat.fields import MAX_TEXTS, Fields, Texts
-from hf_triton_gateway.encoders.encoders import EncoderFields, encode, text_list, usage_of
+from hf_triton_gateway.encoders.encoders import EncoderFields, as_base64, encode, rows_of, text_list, usage_of
 from hf_triton_gateway.encoders.reranking import RerankRequest, ranked
 from hf_triton_gateway.http.api_errors import COHERE_RESPONSES, ApiError
 from hf_triton_gateway.http.bodies import JsonRoute, beside_loop, json_response
@@ -77,8 +75,7 @@ async def embed(body: EmbedRequest, request: Request) -> Response:
 
 
 def _answer(body: EmbedRequest, request_id: str, texts: list[str], outputs: Outputs) -> dict[str, Any]:
-    width = len(outputs[EMBEDDING]) // len(texts)
-    vectors = [outputs[EMBEDDING][start : start + width] for start in range(0, len(outputs[EMBEDDING]), width)]
+    vectors = rows_of(outputs[EMBEDDING], len(texts))
     kinds = body.embedding_types or ["float"]
     return {
         "id": f"embd-{request_id}",
@@ -125,7 +122,7 @@ def _bits(vectors: Vectors) -> Any:
 
 FORMS: Final[Mapping[str, Callable[[Vectors], Any]]] = {
     "float": lambda vectors: vectors,
-    "base64": lambda vectors: [base64.b64encode(struct.pack(f"<{len(each)}f", *each)).decode() for each in vectors],
+    "base64": lambda vectors: [*map(as_base64, vectors)],
     "binary": lambda vectors: (_bits(vectors).astype(np.int16) - 128).tolist(),
     "ubinary": lambda vectors: _bits(vectors).tolist(),
 }

@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-import base64
-import struct
-from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import annotated_types
@@ -14,14 +11,14 @@ from fastapi.responses import Response
 
 from hf_triton_gateway.app_state import request_id_of
 from hf_triton_gateway.chat.fields import Texts, TokenIds, TokenLists
-from hf_triton_gateway.encoders.encoders import EncoderFields
+from hf_triton_gateway.encoders.encoders import EncoderFields, as_base64
 from hf_triton_gateway.encoders.image_items import (
     Found,
     ImageRoute,
     Parts,
     encode_items,
+    found_rows,
     read_items,
-    rows_of,
     size_of_found,
 )
 from hf_triton_gateway.http.api_errors import RESPONSES, ApiError
@@ -81,15 +78,9 @@ async def create_embeddings(body: EmbeddingRequest, request: Request) -> Respons
 
 
 def _answer(body: EmbeddingRequest, request_id: str, found: Found) -> dict[str, Any]:
-    rows, usage = rows_of(found, [EMBEDDING])
+    rows, usage = found_rows(found, [EMBEDDING])
+    encoded = list if body.encoding_format == "float" else as_base64
     data = [
-        {"object": "embedding", "index": index, "embedding": _encoded(row[EMBEDDING], body.encoding_format)}
-        for index, row in enumerate(rows)
+        {"object": "embedding", "index": index, "embedding": encoded(row[EMBEDDING])} for index, row in enumerate(rows)
     ]
     return {"object": "list", "id": f"embd-{request_id}", "model": body.model, "data": data, "usage": usage}
-
-
-def _encoded(vector: Sequence[float], encoding: str) -> Sequence[float] | str:
-    if encoding == "float":
-        return vector
-    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()

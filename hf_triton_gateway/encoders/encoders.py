@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import dataclasses
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal
 
@@ -16,6 +18,7 @@ from pydantic_core import to_json
 from hf_triton.protocol.task_declaration import TOKEN_IDS
 from hf_triton.sentence import param
 from hf_triton_gateway.app_state import Gateway, gateway_of, request_id_of
+from hf_triton_gateway.chat import answers
 from hf_triton_gateway.chat.fields import Fields
 from hf_triton_gateway.chat.merge import all_results
 from hf_triton_gateway.http.api_errors import ApiError
@@ -167,6 +170,22 @@ def usage_of(outputs: Outputs) -> dict[str, int]:
     """OpenAI's usage object of a request without completions."""
     num_tokens = sum(outputs[NUM_TOKENS])
     return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+
+
+def rows_of(values: list[Any], num_rows: int) -> list[list[Any]]:
+    """The values of each row, of as many for each."""
+    width = len(values) // num_rows
+    return [values[start : start + width] for start in range(0, len(values), width)]
+
+
+def as_base64(vector: Sequence[float]) -> str:
+    """The bytes of a vector's float32 numbers, little-endian."""
+    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+
+
+def response_head(body: EncoderFields, request: Request, kind: str) -> dict[str, Any]:
+    """What the response to a request of a kind begins with."""
+    return answers.response_head(f"{kind}-{request_id_of(request)}", "list", body.model)
 
 
 def text_list(name: str, value: str | Sequence[str]) -> list[str]:

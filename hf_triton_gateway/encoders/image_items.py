@@ -13,7 +13,7 @@ from fastapi import Request
 from hf_triton.protocol.task_declaration import IMAGE, TEXT
 from hf_triton_gateway.chat.conversation import parse_at
 from hf_triton_gateway.chat.fields import HINT, MAX_TEXTS, Fields, Ignored
-from hf_triton_gateway.encoders.encoders import NUM_TOKENS, EncoderFields, encode, texts_or_tokens
+from hf_triton_gateway.encoders.encoders import NUM_TOKENS, EncoderFields, encode, rows_of, texts_or_tokens
 from hf_triton_gateway.http.api_errors import ApiError
 from hf_triton_gateway.http.bodies import JsonRoute
 from hf_triton_gateway.triton.triton_messages import Outputs, size_of
@@ -103,17 +103,11 @@ def size_of_found(found: Found) -> int:
     return sum(size_of(outputs) for _, outputs in found)
 
 
-def rows_of(found: Found, outputs: Sequence[str]) -> tuple[list[dict[str, Any]], dict[str, int]]:
+def found_rows(found: Found, outputs: Sequence[str]) -> tuple[list[dict[str, Any]], dict[str, int]]:
     """The outputs of each item in the client's order, and the usage."""
     rows: dict[int, dict[str, Any]] = {}
     for places, given in found:
-        for index, place in enumerate(places):
-            rows[place] = {output: _row(given[output], index, len(places)) for output in outputs}
+        values = zip(*(rows_of(given[output], len(places)) for output in outputs), strict=True)
+        rows |= {place: dict(zip(outputs, row, strict=True)) for place, row in zip(places, values, strict=True)}
     num_tokens = sum(sum(given[NUM_TOKENS]) for _, given in found)
     return [rows[place] for place in sorted(rows)], {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-
-
-def _row(values: list[Any], index: int, num_rows: int) -> list[Any]:
-    """The values of one row, of as many for each."""
-    width = len(values) // num_rows
-    return values[index * width : (index + 1) * width]

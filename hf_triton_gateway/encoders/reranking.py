@@ -14,10 +14,9 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from hf_triton_gateway.app_state import request_id_of
-from hf_triton_gateway.chat.answers import now_s
 from hf_triton_gateway.chat.conversation import parse_at
 from hf_triton_gateway.chat.fields import MAX_TEXTS, Fields, Ignored, Texts
-from hf_triton_gateway.encoders.encoders import EncoderFields, encode, text_list, usage_of
+from hf_triton_gateway.encoders.encoders import EncoderFields, encode, response_head, text_list, usage_of
 from hf_triton_gateway.http.api_errors import RESPONSES, ApiError
 from hf_triton_gateway.http.bodies import JsonRoute, beside_loop, json_response
 from hf_triton_gateway.triton.triton_messages import RERANK
@@ -142,8 +141,3 @@ async def score(body: ScoreRequest, request: Request) -> Response:
     data = [{"index": index, "object": "score", "score": each} for index, each in enumerate(outputs[SCORE])]
     answer = {**response_head(body, request, "score"), "data": data, "usage": usage_of(outputs)}
     return await json_response(64 * len(data), dict, answer)
-
-
-def response_head(body: EncoderFields, request: Request, kind: str) -> dict[str, Any]:
-    """What a response begins with."""
-    return {"id": f"{kind}-{request_id_of(request)}", "object": "list", "created": now_s(), "model": body.model}

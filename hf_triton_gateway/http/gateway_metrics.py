@@ -37,75 +37,34 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.requests = Counter(
-            f"{PREFIX}_requests", "Requests by endpoint and status.", ("endpoint", "status"), registry=self.registry
-        )
-        self.in_flight = Gauge(
-            f"{PREFIX}_requests_in_flight", "Requests in flight.", registry=self.registry, multiprocess_mode="livesum"
-        )
-        self.duration = Histogram(
-            f"{PREFIX}_request_duration_seconds",
-            "Time from a request's arrival to its last byte, in seconds.",
-            ("endpoint",),
-            buckets=BUCKETS_S,
-            registry=self.registry,
-        )
-        self.first_token = Histogram(
-            f"{PREFIX}_time_to_first_token_seconds",
-            "Time from a stream's request to its first event, in seconds.",
-            ("endpoint",),
-            buckets=BUCKETS_S,
-            registry=self.registry,
-        )
-        self.loads = Counter(
-            f"{PREFIX}_model_loads",
-            "Loads on demand by model and outcome.",
-            ("model", "outcome"),
-            registry=self.registry,
-        )
-        self.load_seconds = Histogram(
-            f"{PREFIX}_model_load_seconds",
-            "Time that loading a model took, in seconds.",
-            ("model",),
-            buckets=BUCKETS_S,
-            registry=self.registry,
-        )
-        self.unloads = Counter(
-            f"{PREFIX}_model_unloads", "Idle models that were unloaded.", ("model",), registry=self.registry
-        )
-        self.waiting_for_load = Gauge(
-            f"{PREFIX}_requests_waiting_for_load",
-            "Requests that wait for a model to be loaded.",
-            registry=self.registry,
-            multiprocess_mode="livesum",
-        )
-        self.key_requests = Counter(
-            f"{PREFIX}_key_requests",
-            "Requests by the API key's name, without refused ones.",
-            ("key",),
-            registry=self.registry,
-        )
-        self.key_prompt_tokens = Counter(
-            f"{PREFIX}_key_prompt_tokens", "Tokens of prompts by the API key's name.", ("key",), registry=self.registry
-        )
-        self.key_cached_tokens = Counter(
-            f"{PREFIX}_key_cached_tokens",
-            "Of these, tokens that the prefix cache had, by the API key's name.",
-            ("key",),
-            registry=self.registry,
-        )
-        self.key_completion_tokens = Counter(
-            f"{PREFIX}_key_completion_tokens",
-            "Tokens of completions by the API key's name.",
-            ("key",),
-            registry=self.registry,
-        )
-        self.key_refused = Counter(
-            f"{PREFIX}_key_refused",
-            "Requests that a limit refused, by the API key's name and the limit.",
-            ("key", "limit"),
-            registry=self.registry,
-        )
+
+        def counter(name: str, about: str, *labels: str) -> Counter:
+            return Counter(f"{PREFIX}_{name}", about, labels, registry=self.registry)
+
+        def gauge(name: str, about: str) -> Gauge:
+            return Gauge(f"{PREFIX}_{name}", about, registry=self.registry, multiprocess_mode="livesum")
+
+        def histogram(name: str, about: str, *labels: str) -> Histogram:
+            return Histogram(f"{PREFIX}_{name}", about, labels, buckets=BUCKETS_S, registry=self.registry)
+
+        first_token = "Time from a stream's request to its first event, in seconds."
+        duration = "Time from a request's arrival to its last byte, in seconds."
+        cached = "Of these, tokens that the prefix cache had, by the API key's name."
+        completions = "Tokens of completions by the API key's name."
+        refused = "Requests that a limit refused, by the API key's name and the limit."
+        self.requests = counter("requests", "Requests by endpoint and status.", "endpoint", "status")
+        self.in_flight = gauge("requests_in_flight", "Requests in flight.")
+        self.duration = histogram("request_duration_seconds", duration, "endpoint")
+        self.first_token = histogram("time_to_first_token_seconds", first_token, "endpoint")
+        self.loads = counter("model_loads", "Loads on demand by model and outcome.", "model", "outcome")
+        self.load_seconds = histogram("model_load_seconds", "Time that loading a model took, in seconds.", "model")
+        self.unloads = counter("model_unloads", "Idle models that were unloaded.", "model")
+        self.waiting_for_load = gauge("requests_waiting_for_load", "Requests that wait for a model to be loaded.")
+        self.key_requests = counter("key_requests", "Requests by the API key's name, without refused ones.", "key")
+        self.key_prompt_tokens = counter("key_prompt_tokens", "Tokens of prompts by the API key's name.", "key")
+        self.key_cached_tokens = counter("key_cached_tokens", cached, "key")
+        self.key_completion_tokens = counter("key_completion_tokens", completions, "key")
+        self.key_refused = counter("key_refused", refused, "key", "limit")
 
     def exported(self) -> bytes:
         """The metrics in Prometheus' form, of all workers together."""

@@ -20,7 +20,7 @@ from hf_triton_gateway.http.api_errors import ApiError, load_reason, logged_reas
 from hf_triton_gateway.triton.endpoint import Endpoint, wait_for_attempt
 from hf_triton_gateway.triton.on_demand import Activity
 from hf_triton_gateway.triton.triton_messages import DOOR_SUFFIX
-from hf_triton_gateway.triton.triton_models import CONTROL_TIMEOUT_S
+from hf_triton_gateway.triton.triton_models import CONTROL_TIMEOUT_S, call_failure, unreachable
 from hf_triton_gateway.triton.triton_words import says
 
 LOG: Final = logging.getLogger("hf_triton_gateway")
@@ -177,10 +177,8 @@ def _read_gauges(metrics: str) -> dict[str, int]:
 
 
 def _error(error: grpc.aio.AioRpcError) -> ApiError:
-    if says(error.details(), "restricted"):
-        return ApiError(403, f"Triton restricts this API: {error.details()}", code="restricted")
+    if (failure := call_failure(error.code(), error.details())) is not None:
+        return failure
     if error.code() is grpc.StatusCode.UNAVAILABLE:
-        return ApiError(503, "the server cannot be reached: send the request again later", code="unavailable")
-    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return ApiError(504, "the server did not answer in time", code="deadline_exceeded")
+        return unreachable()
     return ApiError(503, f"Triton refused to tell its models: {load_reason(error.details() or '')}", code="not_loaded")

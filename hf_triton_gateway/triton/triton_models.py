@@ -454,14 +454,12 @@ class TritonModels:
     def _status_error(
         self, status: grpc.StatusCode, details: str | None, generation: Generation | TextRequest | None = None
     ) -> ApiError:
-        if status is grpc.StatusCode.DEADLINE_EXCEEDED:
-            return _time_is_up()
-        if says(details, "restricted"):
-            return ApiError(403, f"Triton restricts this API: {details}", code="restricted")
+        if (failure := call_failure(status, details)) is not None:
+            return failure
         coded = self._triton_error(details or "", _HTTP_STATUS.get(status, 500), generation)
         if coded.code is None and coded.status_code == 503:
             self._note_misfit(details)
-            return ApiError(503, "the server cannot be reached: send the request again later", code="unavailable")
+            return unreachable()
         return coded
 
     def _note_misfit(self, details: str | None) -> None:
@@ -496,6 +494,17 @@ class TritonModels:
 
 def _time_is_up() -> ApiError:
     return ApiError(504, "the server did not answer in time", code="deadline_exceeded")
+
+
+def unreachable() -> ApiError:
+    return ApiError(503, "the server cannot be reached: send the request again later", code="unavailable")
+
+
+def call_failure(status: grpc.StatusCode, details: str | None) -> ApiError | None:
+    """Why a call failed, whatever it asked for; None: its words say more."""
+    if says(details, "restricted"):
+        return ApiError(403, f"Triton restricts this API: {details}", code="restricted")
+    return _time_is_up() if status is grpc.StatusCode.DEADLINE_EXCEEDED else None
 
 
 async def _read(answer: Any) -> Outputs:
