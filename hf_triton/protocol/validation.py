@@ -147,16 +147,17 @@ def _element_problem(model: type[BaseModel], details: Any, errors: Sequence[Any]
     if field is None or not any(typing.get_origin(_plain(each)) is list for each in _members(field.annotation)):
         return None
     inside = [each for each in errors if each["loc"][0] == name and (_position(each) or each["type"] == "too_long")]
-    position = max(map(_position, inside), default=())
-    wrong = [each for each in inside if _position(each) == position]
+    wrong = [each for each in inside if each["type"] == "too_long"][:1]
+    if not wrong:
+        position = max(map(_position, inside), default=())
+        wrong = [each for each in inside if _position(each) == position]
     if not wrong:
         return None
-    place, got = named(name + "".join(f"[{index}]" for index in position)), wrong[0]["input"]
+    got, place = wrong[0]["input"], named(name + "".join(f"[{index}]" for index in _position(wrong[0])))
     if wrong[0]["type"] == "too_long":
         most = wrong[0]["ctx"]["max_length"]
         return Problem(name, f"{place} has {len(got)} items, more than the {most} that are accepted")
-    wanted = " or ".join(dict.fromkeys(map(_element_words, wrong)))
-    return Problem(name, f"{place} must be {wanted}, got {clip(got)}")
+    return Problem(name, f"{place} must be {' or '.join(dict.fromkeys(map(_element_words, wrong)))}, got {clip(got)}")
 
 
 def _element_words(details: Any) -> str:

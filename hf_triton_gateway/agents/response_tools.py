@@ -91,16 +91,17 @@ class ResponseTools:
                 f"{place} is one tool too many: up to {MAX_READ} are read, and up to {MAX_TOOLS} offered to the model"
             )
             raise ApiError(400, message, param=place, code="invalid_parameter")
-        if isinstance(tool, dict) and isinstance(tool.get("function"), dict):  # as chats have it
-            tool = {**tool["function"], "type": "function"}
+        nested = tool.get("function") if isinstance(tool, dict) else None
+        if isinstance(tool, dict) and isinstance(nested, dict) and tool.get("type", "function") == "function":
+            tool = {**nested, "type": "function"}  # as chats have it
         read = read_tool(FORMS if namespace is None else INNER_FORMS, place, tool)
         if isinstance(read, _Namespace):
             for index, inner in enumerate(read.tools):
                 self.add(f"{place}.tools[{index}]", inner, read.name)
         elif isinstance(read, ToolFields):
             chat_tool = read.chat_tool()
-            if isinstance(read, _Custom) and read.format is not None:
-                chat_tool[CUSTOM]["format"] = _read_format(f"{place}.format", read.format)
+            if (form := chat_tool[read.kind].pop("format", None)) is not None:
+                chat_tool[CUSTOM] |= _read_format(f"{place}.format", form)
             self._add(place, chat_tool, namespace)
 
     def _add(self, place: str, tool: dict[str, Any], namespace: str | None) -> None:
@@ -147,11 +148,12 @@ class ResponseTools:
 
 
 def _read_format(place: str, form: dict[str, Any]) -> dict[str, Any]:
-    """The chat's `format`, which has the grammar one level deeper."""
+    """The chat's `format`, which has the grammar one level deeper; text has none."""
     if form.get("type") == "text":
-        return form
+        return {}
     if form.get("type") != "grammar":
         message = f'{place} must be of type "text" or "grammar", got {clip(json.dumps(form))}'
         raise ApiError(400, message, param=place, code="invalid_parameter")
     grammar = parse_at(_Grammar, place, form)
-    return {"type": "grammar", "grammar": {"syntax": grammar.syntax, "definition": grammar.definition}}
+    grammar_fields = {"syntax": grammar.syntax, "definition": grammar.definition}
+    return {"format": {"type": "grammar", "grammar": grammar_fields}}

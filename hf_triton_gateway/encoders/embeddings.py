@@ -13,13 +13,13 @@ from hf_triton_gateway.app_state import request_id_of
 from hf_triton_gateway.chat.fields import Texts, TokenIds, TokenLists
 from hf_triton_gateway.encoders.encoders import EncoderFields, as_base64
 from hf_triton_gateway.encoders.image_items import (
-    Found,
     ImageRoute,
+    ItemOutputs,
     Parts,
     encode_items,
-    found_rows,
+    item_rows,
     read_items,
-    size_of_found,
+    size_of_items,
 )
 from hf_triton_gateway.http.api_errors import RESPONSES, ApiError
 from hf_triton_gateway.http.bodies import beside_loop, json_response
@@ -74,11 +74,11 @@ async def create_embeddings(body: EmbeddingRequest, request: Request) -> Respons
     field, given = body.given_input()
     items = await beside_loop(request, read_items, field, given)
     found = await encode_items(request, body, EMBEDDINGS, items, [EMBEDDING], parameters, field)
-    return await json_response(size_of_found(found), _answer, body, request_id_of(request), found)
+    return await json_response(size_of_items(found), _answer, body, request_id_of(request), found)
 
 
-def _answer(body: EmbeddingRequest, request_id: str, found: Found) -> dict[str, Any]:
-    rows, usage = found_rows(found, [EMBEDDING])
+def _answer(body: EmbeddingRequest, request_id: str, found: ItemOutputs) -> dict[str, Any]:
+    rows, usage = item_rows(found, [EMBEDDING])
     encoded = list if body.encoding_format == "float" else as_base64
     data = [
         {"object": "embedding", "index": index, "embedding": encoded(row[EMBEDDING])} for index, row in enumerate(rows)

@@ -21,7 +21,7 @@ from hf_triton_gateway.triton.triton_messages import Outputs, size_of
 Parts = Annotated[list[str | dict[str, Any]], annotated_types.MaxLen(MAX_TEXTS)]
 Items: TypeAlias = dict[str, dict[int, str]]
 """Elements by the model's input, and by their places in the client's list."""
-Found: TypeAlias = list[tuple[list[int], Outputs]]
+ItemOutputs: TypeAlias = list[tuple[list[int], Outputs]]
 """The outputs of each kind of item, with the items' places in the client's list."""
 DATA_URI: Final = re.compile(r"data:image/[\w.+-]+;base64,", re.IGNORECASE)
 
@@ -87,9 +87,9 @@ async def encode_items(
     outputs: Sequence[str],
     parameters: Mapping[str, bool | int | str | None],
     field: str = "input",
-) -> Found:
+) -> ItemOutputs:
     """The outputs of all items, which are of a field; other arguments as `encode` has them."""
-    found: Found = []
+    found: ItemOutputs = []
     is_one = sum(map(len, items.values())) == 1
     for name, elements in items.items():
         texts, places, names = {name: [*elements.values()]}, [*elements], {name: field}
@@ -99,11 +99,11 @@ async def encode_items(
     return found
 
 
-def size_of_found(found: Found) -> int:
+def size_of_items(found: ItemOutputs) -> int:
     return sum(size_of(outputs) for _, outputs in found)
 
 
-def found_rows(found: Found, outputs: Sequence[str]) -> tuple[list[dict[str, Any]], dict[str, int]]:
+def item_rows(found: ItemOutputs, outputs: Sequence[str]) -> tuple[list[dict[str, Any]], dict[str, int]]:
     """The outputs of each item in the client's order, and the usage."""
     rows: dict[int, dict[str, Any]] = {}
     for places, given in found:
