@@ -41,7 +41,7 @@ from server import save as save_checkpoint
 
 from hf_triton.testing import TritonServer
 from hf_triton_cli.serving.gateway import GatewayProcess
-from hf_triton_gateway.config import GatewayConfig
+from hf_triton_gateway.gateway_config import GatewayConfig
 from hf_triton_gateway.triton.endpoint import Endpoint
 from hf_triton_gateway.triton.triton_messages import Generation
 from hf_triton_gateway.triton.triton_models import TritonModels

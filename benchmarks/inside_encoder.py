@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 import hf_triton
-from hf_triton.protocol.tensors import Array
+from hf_triton.protocol.tensor_values import Array
 from hf_triton.tasks.interface import ResponseConfig
 from hf_triton.tasks.serving.request import InferenceRequest
 

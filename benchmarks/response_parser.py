@@ -11,7 +11,7 @@ import json
 import time
 from typing import Any
 
-from hf_triton.protocol.chat import parse_chat
+from hf_triton.protocol.chat_request import parse_chat
 from hf_triton.tasks.text_generation.response_template import MessageFormat, shipped_template
 
 TOKEN = 4

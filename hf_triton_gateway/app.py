@@ -11,21 +11,30 @@ from typing import Final
 from fastapi import APIRouter, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
-from hf_triton_gateway.agents import messages, responses, stored_responses
+from hf_triton_gateway.agents import anthropic_messages, responses, stored_responses
 from hf_triton_gateway.agents.response_store import ResponseStore
-from hf_triton_gateway.chat import chat, completions, models, tokenize
-from hf_triton_gateway.config import GatewayConfig
-from hf_triton_gateway.encoders import audio, classify, cohere, embeddings, pipelines, scores, tei, token_tasks
-from hf_triton_gateway.gateway import Gateway
+from hf_triton_gateway.app_state import Gateway
+from hf_triton_gateway.chat import chat_completions, completions, model_list, tokenize
+from hf_triton_gateway.encoders import (
+    classify,
+    cohere,
+    embeddings,
+    pipelines,
+    reranking,
+    tei,
+    token_tasks,
+    transcriptions,
+)
+from hf_triton_gateway.gateway_config import GatewayConfig
 from hf_triton_gateway.http import health, hints
+from hf_triton_gateway.http.api_errors import RESPONSES, install_handlers
 from hf_triton_gateway.http.api_page import mount_api_page
-from hf_triton_gateway.http.errors import RESPONSES, install_handlers
+from hf_triton_gateway.http.gateway_metrics import Metrics
+from hf_triton_gateway.http.gateway_tracer import GatewayTracer
 from hf_triton_gateway.http.http_rules import HttpRules
 from hf_triton_gateway.http.limits import Limits
-from hf_triton_gateway.http.metrics import Metrics
 from hf_triton_gateway.http.observe import Observe
 from hf_triton_gateway.http.page import mount_page
-from hf_triton_gateway.http.tracing import GatewayTracer
 from hf_triton_gateway.keys.accounts import HEADERS, QuotaCheck
 from hf_triton_gateway.keys.security import ApiKeys, KeyCheck
 from hf_triton_gateway.triton.endpoint import Endpoint
@@ -34,32 +43,28 @@ from hf_triton_gateway.triton.repository import TritonRepository
 from hf_triton_gateway.triton.triton_models import TritonModels
 
 ROUTERS: Final[tuple[APIRouter, ...]] = (
-    models.router,
-    chat.router,
+    model_list.router,
+    chat_completions.router,
     completions.router,
     responses.router,
     stored_responses.router,
-    messages.router,
+    anthropic_messages.router,
     tokenize.router,
     embeddings.router,
-    scores.router,
+    reranking.router,
     classify.router,
     token_tasks.router,
     tei.router,
     pipelines.router,
     cohere.router,
-    audio.router,
+    transcriptions.router,
     health.router,
 )
 """One for each module of endpoints."""
 
 
 def build_app(config: GatewayConfig) -> FastAPI:
-    """Build the gateway's application; it connects to Triton when it starts.
-
-    Raises:
-        SettingsError: The file of API keys, or one for Triton, cannot be read.
-    """
+    """Build the gateway's application; it connects to Triton when it starts."""
     endpoint = Endpoint.read(config)
     metrics, tracer = Metrics(), GatewayTracer()
     keys = None if config.api_key_file is None else ApiKeys(config.api_key_file, metrics)
@@ -78,7 +83,7 @@ def build_app(config: GatewayConfig) -> FastAPI:
             stack.push_async_callback(models.close)
             stored = ResponseStore(config.num_stored_responses, config.max_stored_bytes, config.store_for_s)
             app.state.gateway = Gateway(config, models, metrics, stored)
-            yield {"config": config}  # for the protocol of `server.py`
+            yield {"config": config}  # for the protocol of `uvicorn_server.py`
 
     app = FastAPI(title="hf_triton", version="1", lifespan=lifespan, docs_url=None, redoc_url=None)
     for router in ROUTERS:

@@ -14,7 +14,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from hf_triton.tasks.serving import metrics as declared
 from hf_triton.tasks.serving.metrics import Metric
-from hf_triton_gateway.http.metrics import Metrics
+from hf_triton_gateway.http.gateway_metrics import Metrics
 
 PATH: Final = Path(__file__).resolve().parents[1] / "deploy" / "grafana" / "hf_triton.json"
 SOURCE: Final = {"type": "prometheus", "uid": "${source}"}

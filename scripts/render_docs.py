@@ -16,11 +16,11 @@ from hf_triton.errors import CODES
 from hf_triton.folders.cards import CARDS
 from hf_triton.hub.gguf_header import MAX_HEADER_BYTES
 from hf_triton.hub.resolve import CACHE_VARIABLES, TOKEN_VARIABLES
-from hf_triton.protocol.chat import MAX_MESSAGES, MAX_TOOLS, ChatOptions
+from hf_triton.protocol.chat_request import MAX_MESSAGES, MAX_TOOLS, ChatOptions
+from hf_triton.protocol.declared_ports import missing_ports
 from hf_triton.protocol.dialects import ALIASES
-from hf_triton.protocol.options import RequestOptions
 from hf_triton.protocol.parameters import GenerationParameters
-from hf_triton.protocol.ports import missing_ports
+from hf_triton.protocol.request_options import RequestOptions
 from hf_triton.protocol.structured_output import GRAMMARS, MAX_GRAMMAR
 from hf_triton.protocol.task_declaration import TaskOptions
 from hf_triton.protocol.validation import allowed, table
@@ -30,14 +30,14 @@ from hf_triton.tasks.serving.metrics import METRICS
 from hf_triton.tasks.text_generation.response_parser import MAX_SEARCH_S
 from hf_triton.tasks.text_generation.response_template import shipped_markers
 from hf_triton_cli.serving.gateway_options import ALONE
-from hf_triton_gateway.chat.chat import ChatRequest
+from hf_triton_gateway.chat.chat_completions import ChatRequest
 from hf_triton_gateway.chat.completions import CompletionRequest
 from hf_triton_gateway.chat.fields import IGNORED
-from hf_triton_gateway.config import GatewayConfig
+from hf_triton_gateway.gateway_config import GatewayConfig
 from hf_triton_gateway.http.bodies import MAX_CONTAINERS, MAX_JSON_BYTES, MAX_VALUES
+from hf_triton_gateway.http.gateway_metrics import Metrics
 from hf_triton_gateway.http.http_rules import LINGER_S
 from hf_triton_gateway.http.limits import MAX_BYTES_IN_FLIGHT
-from hf_triton_gateway.http.metrics import Metrics
 from hf_triton_gateway.keys.key_lines import Quota
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -14,7 +14,7 @@ from hf_triton.folders.doors import own_names
 from hf_triton.folders.folders import as_json, load_folder_settings, parse_message
 from hf_triton.folders.own_code import own_class
 from hf_triton.hub.resolve import Hub
-from hf_triton.protocol.ports import missing_ports
+from hf_triton.protocol.declared_ports import missing_ports
 from hf_triton.protocol.task_declaration import missing_task_ports
 from hf_triton.protocol.validation import suggest
 from hf_triton.settings import ModelSettings

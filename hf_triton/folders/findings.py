@@ -307,7 +307,7 @@ class FolderCheck:
 
     def _check_tokenizer(self, tokenizer_folder: Path, settings: ModelSettings, *, renders_chats: bool) -> None:
         from hf_triton.hub.pretrained import load_tokenizer
-        from hf_triton.protocol.chat import parse_chat
+        from hf_triton.protocol.chat_request import parse_chat
         from hf_triton.tasks.text_generation.chat_template import ChatTemplate, load_chat_template
 
         tokenizer = load_tokenizer(tokenizer_folder, settings)
@@ -369,7 +369,7 @@ def _folder_hint(folder: Path, name: str) -> str:
 
 
 def _check_ports(config: Mapping[str, Any], declaration: Any) -> None:
-    from hf_triton.protocol.ports import check_config
+    from hf_triton.protocol.declared_ports import check_config
     from hf_triton.protocol.task_declaration import check_task_input, check_task_output
 
     checks = (

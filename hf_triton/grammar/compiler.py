@@ -24,7 +24,7 @@ from hf_triton.grammar.sandbox import MAX_CPU_S, MAX_WAIT_S, GrammarSandbox
 from hf_triton.grammar.thinking import TagTokens, ThinkingConstraint
 from hf_triton.grammar.tokenizer import build_guidance_tokenizer
 from hf_triton.protocol.structured_output import Grammar
-from hf_triton.protocol.thinking import Thinking
+from hf_triton.protocol.thinking_switches import Thinking
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.sentence import param, remedy
 

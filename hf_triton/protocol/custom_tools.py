@@ -20,18 +20,31 @@ INPUT: Final = "input"
 EXAMPLE: Final = '{"type": "grammar", "grammar": {"syntax": "lark", "definition": "..."}}'
 
 
-class CustomTool(BaseModel):
-    """The `custom` of a tool of that type."""
+class NamedTool(BaseModel):
+    """The fields that all tools have, in every API."""
 
     model_config = ConfigDict(frozen=True, strict=True)
 
     name: Annotated[str, annotated_types.MinLen(1)]
     description: str | None = None
+
+
+class FunctionTool(NamedTool):
+    """The `function` of a tool of that type."""
+
+    parameters: dict[str, Any] | None = None
+
+
+class CustomTool(NamedTool):
+    """The `custom` of a tool of that type."""
+
     format: dict[str, Any] | None = None
     """`{"type": "text"}`, or a grammar that the text follows."""
 
 
-class _Definition(BaseModel):
+class Definition(BaseModel):
+    """A grammar in a custom tool's format."""
+
     model_config = ConfigDict(frozen=True, strict=True)
 
     syntax: Literal["lark", "regex"]
@@ -51,19 +64,12 @@ def custom_of(tool: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def format_of(tool: Mapping[str, Any]) -> Grammar | None:
-    """The grammar of a custom tool's text; None: any text.
-
-    Args:
-        tool: Its `custom`.
-
-    Raises:
-        ValueError: The format is neither a text nor a grammar.
-    """
+    """The grammar of a tool's `custom`; None: any text. Another format is a `ValueError`."""
     form = tool.get("format") or {"type": "text"}
     if form.get("type") == "text":
         return None
     try:
-        grammar = _Definition.model_validate(form.get("grammar") if form.get("type") == "grammar" else None)
+        grammar = Definition.model_validate(form.get("grammar") if form.get("type") == "grammar" else None)
     except ValueError:
         name = clip(tool["name"])
         raise ValueError(f'the format of {name} must be {{"type": "text"}} or {EXAMPLE}, got {clip(form)}') from None
@@ -72,11 +78,7 @@ def format_of(tool: Mapping[str, Any]) -> Grammar | None:
 
 
 def as_function(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """The function that a custom tool is for a chat template.
-
-    Args:
-        tool: Its `custom`.
-    """
+    """The function that a tool's `custom` is for a chat template."""
     grammar = format_of(tool)
     kind = {None: "Any text.", "lark": "A text that this Lark grammar allows:\n"}
     about = kind.get(None if grammar is None else grammar.kind, "A text that this regular expression matches:\n")
@@ -97,11 +99,7 @@ def input_of(arguments: str) -> str:
 
 
 def as_function_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    """An earlier call of a custom tool as the function call that chat templates know.
-
-    Raises:
-        ValueError: It has no name or no text.
-    """
+    """An earlier call of a custom tool as the function call that chat templates know, or a `ValueError`."""
     custom = call.get(CUSTOM)
     name, text = (custom.get("name"), custom.get(INPUT)) if isinstance(custom, dict) else (None, None)
     if not isinstance(name, str) or not isinstance(text, str):

@@ -16,13 +16,13 @@ import numpy as np
 
 from hf_triton.errors import RequestError, clip
 from hf_triton.protocol.task_declaration import NUM_TOKENS, TaskOptions, TaskOutput
-from hf_triton.protocol.tensors import Array, decode_string, encode_strings
+from hf_triton.protocol.tensor_values import Array, decode_string, encode_strings
 from hf_triton.protocol.validation import parse_json
 from hf_triton.sentence import param
 
 EMBEDDING_REQUEST: Final = "embedding_request"
 VLLM_FLAGS: Final = {"return_num_input_tokens": NUM_TOKENS, "return_num_output_tokens": "num_output_tokens"}
-"""By flag, the output that it asks for."""
+"""The output that each flag asks for."""
 VLLM_OUTPUTS: Final = {
     "text_output": TaskOutput(
         "TYPE_STRING", "the vector as JSON, for `embedding_request`", by_default=False, is_json=True
@@ -50,11 +50,7 @@ def _flag(name: str, value: object) -> bool:
 def parse_embedding_request(
     inputs: Mapping[str, Array], parameters: Mapping[str, object]
 ) -> tuple[dict[str, Array], dict[str, object]]:
-    """The inputs and parameters that a request with `embedding_request` stands for.
-
-    Raises:
-        RequestError: It is no such JSON.
-    """
+    """The inputs and parameters that a request with `embedding_request` stands for."""
     others = {name: array for name, array in inputs.items() if name not in (EMBEDDING_REQUEST, *VLLM_FLAGS)}
     options = {name: value for name, value in parameters.items() if name not in (EMBEDDING_REQUEST, *VLLM_FLAGS)}
     request = _parse(inputs.get(EMBEDDING_REQUEST, parameters.get(EMBEDDING_REQUEST)))

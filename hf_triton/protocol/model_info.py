@@ -24,7 +24,7 @@ class ModelInfo:
     """A model as its process has loaded it; see the fields."""
 
     task: str
-    """As the setting `task` names it, or the folder's own task."""
+    """The task that the setting `task` names, or the folder's own."""
     model: str
     """The model's name on the Hub, or that of its folder."""
     context_length: int
@@ -33,9 +33,9 @@ class ModelInfo:
     engine: str
     """`continuous` or `batch`; of an encoder, its `runtime`."""
     dtype: str
-    """Of the weights: `bfloat16`."""
+    """The type of the weights: `bfloat16`."""
     device: str
-    """Of the first weights: `cpu`, `cuda:0`."""
+    """The place of the first weights: `cpu`, `cuda:0`."""
     memory_bytes: int
     """Bytes of the weights; 0 if they are not known."""
     max_prompts: int
@@ -79,11 +79,7 @@ class ModelInfo:
 
     @classmethod
     def from_json(cls, text: str) -> ModelInfo:
-        """Read the output's text, of this release or another: unknown fields are passed over.
-
-        Raises:
-            ValueError: It is not one.
-        """
+        """Read the output's text, of any release: unknown fields are passed over. Another text is a `ValueError`."""
         values = json.loads(text)
         names = {field.name for field in dataclasses.fields(cls)}
         try:

@@ -53,7 +53,7 @@ TEXT_TO_TEXT: Final[tuple[TaskName, ...]] = ("summarization", "translation", "te
 MODEL_SETTINGS: Final = frozenset({"huggingface_model", "task"})
 """A folder that sets one of them has a model of its own; a stream door does not."""
 SERVER_VARIABLE: Final = "HF_TRITON_SERVER"
-"""Of the command line: the address of a running server. No setting."""
+"""The command line reads the address of a running server from it. No setting."""
 
 
 def declared_input(name: str, declared: Collection[str], required: Collection[str]) -> str | None:

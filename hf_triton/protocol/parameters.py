@@ -12,14 +12,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Final, Self
 
 import annotated_types
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 
 from hf_triton.errors import RequestError, clip
 from hf_triton.protocol.dialects import ALIASES, BEAM_SEARCH, GUIDES, SUGGESTIONS, UNSUPPORTED, has_no_effect
@@ -65,12 +58,7 @@ class GenerationParameters(BaseModel):
     """Parameters of one prompt; None means "not given"."""
 
     model_config = ConfigDict(
-        defer_build=True,
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
+        defer_build=True, frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
     max_new_tokens: Annotated[int, annotated_types.Ge(1), annotated_types.Le(MAX_NEW_TOKENS)] | None = None
@@ -408,13 +396,7 @@ def beam_conflict(obstacle: str, num_beams: int) -> str:
 
 
 def check_beams(num_beams: int, num_return_sequences: int, obstacle: str | None) -> None:
-    """Check what a beam search is asked for.
-
-    Args:
-        num_beams: Above 1.
-        num_return_sequences: Completions.
-        obstacle: A parameter that does not combine with it.
-    """
+    """Check what a search of several beams is asked for; `obstacle` is a parameter that does not combine with it."""
     if obstacle is not None:
         raise ValueError(beam_conflict(obstacle, num_beams))
     if num_return_sequences > num_beams:
@@ -425,11 +407,7 @@ def check_beams(num_beams: int, num_return_sequences: int, obstacle: str | None)
 
 
 def read_beam_search(values: Mapping[str, object]) -> Mapping[str, object]:
-    """Read vLLM's `use_beam_search`: the number of beams is `best_of`, or `n`, unless it is given by its own name.
-
-    Raises:
-        RequestError: It is no boolean, or there is no number.
-    """
+    """Read vLLM's `use_beam_search`: the number of beams is `best_of`, or `n`, unless it is given by its own name."""
     wanted = values.get(BEAM_SEARCH)
     rest = {name: value for name, value in values.items() if name != BEAM_SEARCH}
     if wanted is None or wanted is False or not {"num_beams", "beam_width"}.isdisjoint(rest):
@@ -439,21 +417,13 @@ def read_beam_search(values: Mapping[str, object]) -> Mapping[str, object]:
     width = rest.pop("best_of", None) or rest.get("n") or rest.get("num_return_sequences")
     if width is None:
         raise RequestError(
-            "invalid_parameter",
-            f"{param(BEAM_SEARCH)} needs {param('n')}, the number of beams and of completions",
+            "invalid_parameter", f"{param(BEAM_SEARCH)} needs {param('n')}, the number of beams and of completions"
         )
     return {"num_beams": width, **rest}
 
 
 def parse_parameters(values: Mapping[str, object]) -> GenerationParameters:
-    """Check one prompt's parameters.
-
-    Args:
-        values: By our names or their aliases.
-
-    Raises:
-        RequestError: A name is unknown, two names mean the same, or a value is impossible.
-    """
+    """Check one prompt's parameters, by our names or their aliases."""
     if BEAM_SEARCH in values:
         values = read_beam_search(values)
     if "max_completion_tokens" in values:  # OpenAI's clients also send its former name
@@ -481,12 +451,7 @@ def parse_parameters(values: Mapping[str, object]) -> GenerationParameters:
 
 
 def unknown_parameter(name: str, also: tuple[str, ...] = ()) -> RequestError:
-    """The error for an unknown parameter.
-
-    Args:
-        name: As given.
-        also: Names to suggest beside those of generation parameters.
-    """
+    """The error for an unknown parameter; it suggests those of generation, and the names `also`."""
     if name in UNSUPPORTED:
         sentence = f"there is no parameter {clip(name)} ({UNSUPPORTED[name]}): leave it out"
     else:

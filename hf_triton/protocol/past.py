@@ -27,14 +27,7 @@ READ: Final = (*FIELDS, *REASONING_NAMES, "refusal", "function_call")
 
 
 def read_assistant_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """An assistant's message in the form that templates read, its fields in their order.
-
-    Args:
-        message: Of role `assistant`; without fields of null.
-
-    Returns:
-        The message; `tool_calls` are still to be checked.
-    """
+    """An assistant's message, without null, in the form that templates read; its calls are still to be checked."""
     content, thoughts = _read_content(message.get("content"))
     refusal, calls = message.get("refusal"), message.get("tool_calls")
     if isinstance(refusal, str) and not content:

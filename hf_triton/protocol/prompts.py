@@ -12,9 +12,9 @@ import numpy as np
 from pydantic_core import from_json
 
 from hf_triton.errors import RequestError, clip
-from hf_triton.protocol.chat import Chat, parse_chat
+from hf_triton.protocol.chat_request import Chat, parse_chat
 from hf_triton.protocol.names import MESSAGES, PROMPT, PROMPT_TOKEN_IDS
-from hf_triton.protocol.tensors import Array, decode_string
+from hf_triton.protocol.tensor_values import Array, decode_string
 from hf_triton.sentence import param
 from hf_triton.sentence import row as row_words
 
@@ -88,16 +88,7 @@ def read_elements(name: str, array: Array, limits: Limits, noun: str = "file") -
 
 
 def decode_chat(value: object, options: Mapping[str, object], limits: Limits) -> Chat:
-    """Read `messages`, a tensor of JSON or a parameter.
-
-    Args:
-        value: The tensor or the parameter's value.
-        options: The request's `ChatOptions`.
-        limits: What to accept.
-
-    Raises:
-        RequestError: It is not a chat, or too long.
-    """
+    """Read `messages`, a tensor of JSON or a parameter, with the request's `ChatOptions`."""
     if isinstance(value, np.ndarray):
         value = [decode_string(param(MESSAGES), element) for element in _one_row(MESSAGES, value, "chat")]
     if not isinstance(value, str | list):
@@ -112,9 +103,6 @@ def decode_token_ids(value: object, limits: Limits, name: str = PROMPT_TOKEN_IDS
         value: The tensor or the parameter's value.
         limits: What to accept; a tensor's integers count as many bytes as they have.
         name: Of the input, for messages.
-
-    Raises:
-        RequestError: It is no array of token ids, empty or too long.
     """
     if isinstance(value, np.ndarray):
         row = _one_row(name, value, "prompt")
@@ -141,11 +129,7 @@ def decode_token_ids(value: object, limits: Limits, name: str = PROMPT_TOKEN_IDS
 
 
 def check_size(num_bytes: int, limits: Limits, about: str) -> None:
-    """Check the size of a prompt; an error's sentence begins with `about`.
-
-    Raises:
-        RequestError: It has more bytes than are accepted.
-    """
+    """Check the size of a prompt; an error's sentence begins with `about`."""
     if num_bytes > limits.max_prompt_bytes:
         raise RequestError(
             "context_exceeded",

@@ -9,8 +9,8 @@ from typing import Final
 import numpy as np
 
 from hf_triton.errors import ERROR_FORM, RequestError
-from hf_triton.protocol.tensors import Array, values_per_prompt
-from hf_triton.protocol.tracing import TRACE_CONTEXT
+from hf_triton.protocol.otlp import TRACE_CONTEXT
+from hf_triton.protocol.tensor_values import Array, values_per_prompt
 from hf_triton.sentence import param, param_list
 from hf_triton.sentence import row as row_words
 
@@ -27,11 +27,7 @@ def is_triton_parameter(name: str) -> bool:
 
 
 def merge_values(inputs: Mapping[str, Array], parameters: Mapping[str, object]) -> dict[str, object]:
-    """Tensors and the client's own parameters by name.
-
-    Raises:
-        RequestError: A name is given twice.
-    """
+    """Tensors and the client's own parameters by name; a name that is given twice is refused."""
     twice = next((name for name in inputs if name in parameters), None)
     if twice is not None:
         raise RequestError(
@@ -41,11 +37,7 @@ def merge_values(inputs: Mapping[str, Array], parameters: Mapping[str, object]) 
 
 
 def given_name(names: Collection[str], given: Collection[str]) -> str | None:
-    """The one of an input's names that a request uses; None: it does not give the input.
-
-    Raises:
-        RequestError: It uses several.
-    """
+    """The one of an input's names that a request uses; None: it does not give the input. Several are refused."""
     used = [name for name in names if name in given]
     if len(used) > 1:
         raise RequestError("invalid_input", f"{param_list(used, ' and ')} are the same input: give one of them")

@@ -14,12 +14,11 @@ from typing import Final, TypeVar
 from pydantic import BaseModel
 
 from hf_triton.errors import RequestError, clip
-from hf_triton.protocol.chat import Chat
+from hf_triton.protocol.chat_request import Chat
+from hf_triton.protocol.declared_ports import PROMPT_LOGPROBS, element_type, is_array
 from hf_triton.protocol.dialects import ALIASES, BEAM_SEARCH, GUIDES, NO_EFFECT, SUGGESTIONS, UNSUPPORTED, has_no_effect
 from hf_triton.protocol.names import CANCEL, MESSAGES, PROMPT, PROMPT_ALIASES, PROMPT_TOKEN_IDS
-from hf_triton.protocol.options import CHAT_OPTIONS, OPTIONS, PARAMETERS, RequestOptions, parse_options
 from hf_triton.protocol.parameters import GenerationParameters, parse_parameters, unknown_parameter
-from hf_triton.protocol.ports import PROMPT_LOGPROBS, element_type, is_array
 from hf_triton.protocol.prompts import (
     SOURCES,
     Limits,
@@ -29,8 +28,9 @@ from hf_triton.protocol.prompts import (
     decode_token_ids,
     prompt_shape,
 )
+from hf_triton.protocol.request_options import CHAT_OPTIONS, OPTIONS, PARAMETERS, RequestOptions, parse_options
 from hf_triton.protocol.request_values import given_name, in_row, is_triton_parameter, merge_values
-from hf_triton.protocol.tensors import Array, values_per_prompt
+from hf_triton.protocol.tensor_values import Array, values_per_prompt
 from hf_triton.protocol.validation import MAX_JSON, json_error, read_json, reject_duplicates
 from hf_triton.sentence import param, param_list
 
@@ -39,7 +39,7 @@ PARAMETER_NAMES: Final = frozenset({*PARAMETERS, *ALIASES, BEAM_SEARCH, *GUIDES,
 MAX_NUMBER_CHARS: Final = 64
 MAX_NAMES: Final = 1024
 MIN_LIKENESS: Final = 0.75
-"""Of two names, from 0 to 1, if one is taken for the other misspelt."""
+"""A name at least this like another, from 0 to 1, is taken for it misspelt."""
 Parsed = TypeVar("Parsed")
 
 
@@ -69,9 +69,6 @@ def with_named_outputs(
         parameters: By name.
         inputs: The names of the request's tensors, which may be parameters too.
         named: The outputs that the client lists; empty if it does not choose.
-
-    Raises:
-        RequestError: The request lists `prompt_logprobs` without the parameter that fills it.
     """
     if PROMPT_LOGPROBS in named and PROMPT_LOGPROBS not in (*parameters, *inputs):
         raise RequestError(
@@ -94,9 +91,6 @@ def parse_request(inputs: Mapping[str, Array], parameters: Mapping[str, object],
             tensor holds one value, or one per prompt; arrays and objects may be JSON strings.
         parameters: The request's parameters, by name or alias.
         limits: What to accept.
-
-    Raises:
-        RequestError: The message names what is wrong and what is allowed.
     """
     if parameters.get("stop") is False:  # TensorRT-LLM's default: cancel nothing
         parameters = {name: value for name, value in parameters.items() if name != "stop"}
@@ -145,9 +139,6 @@ def with_default_outputs(
         names_outputs: Whether the client lists some outputs.
         has_json: Whether the response can have it: the folder declares it, and the response is not streamed.
         fills_json: Whether the folder's task fills it.
-
-    Raises:
-        RequestError: It cannot have it, and asks for it.
     """
     wanted = request.options.return_output
     if not has_json:
@@ -217,11 +208,7 @@ def _parameters_per_prompt(
 
 
 def check_parameter_names(parameters: Mapping[str, object]) -> None:
-    """Refuse unknown parameters.
-
-    Raises:
-        RequestError: Names the parameter and suggests a known one.
-    """
+    """Refuse unknown parameters, and suggest known ones."""
     for name, value in parameters.items():
         if not (_is_known(name) or has_no_effect(name, value)):
             raise unknown_parameter(name, (*OPTIONS, *CHAT_OPTIONS, *SOURCES))

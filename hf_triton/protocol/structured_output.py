@@ -66,7 +66,7 @@ FORMATS: Final = (
     'an object: {"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": {"schema": {...}}}'
 )
 SCHEMA_PLACES: Final = ("schema", "value", "response_schema")
-"""Where other servers' forms of `response_format` have the schema."""
+"""The fields in which other servers' forms of `response_format` have the schema."""
 
 
 def read_object(value: object, info: ValidationInfo) -> object:
@@ -92,7 +92,7 @@ def read_object(value: object, info: ValidationInfo) -> object:
 
 
 def read_response_format(value: object, info: ValidationInfo) -> object:
-    """As `read_object`; the error for what is no object lists the allowed forms."""
+    """Read as `read_object` does; the error for what is no object lists the allowed forms."""
     read = read_object(value, info)
     if not isinstance(read, dict):
         raise ValueError(f"{param('response_format')} must be {FORMATS}, got {clip(value)}")
@@ -149,14 +149,7 @@ def _check_names(value: Mapping[str, object], known: set[str]) -> None:
 
 
 def read_guides(values: Mapping[str, object]) -> Iterator[tuple[str, str, object]]:
-    """Read what constrains the output in the forms of vLLM and TensorRT-LLM.
-
-    Returns:
-        The spelling of each, the parameter that it is, and the value.
-
-    Raises:
-        RequestError: A form is malformed, or asks for something that is not supported.
-    """
+    """Read what constrains the output in the forms of vLLM and TensorRT-LLM: its spelling, our parameter, the value."""
     for form in ("structured_outputs", "guided_decoding"):
         if values.get(form) is not None:
             yield _read_vllm_guide(form, values[form])

@@ -12,15 +12,15 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from hf_triton.errors import SettingsError, clip
+from hf_triton.protocol.declared_ports import TENSOR_TYPES
 from hf_triton.protocol.names import INPUT_ALIASES, TEXT_ALIASES
 from hf_triton.protocol.names import JSON_OUTPUT as JSON_OUTPUT
-from hf_triton.protocol.ports import TENSOR_TYPES
 from hf_triton.protocol.token_rows import TOKEN_INPUTS, TOKEN_TYPE
 from hf_triton.protocol.validation import suggest, value_type
 
 NUM_TOKENS: Final = "num_input_tokens"
 NUMPY_TYPES: Final = {"TYPE_FP32": np.float32, "TYPE_UINT32": np.uint32, "TYPE_INT64": np.int64}
-"""Of outputs that are numbers."""
+"""The types of outputs that are numbers."""
 
 
 @dataclass(frozen=True)
@@ -100,11 +100,11 @@ class TaskOptions(DeclaredOptions):
     setting `truncate`."""
 
     truncation_side: Literal["left", "right"] | None = None
-    """Where a text is cut: `left`, at its start, or `right`, at its end. By default as the tokenizer's files say, which
-    mostly is `right`."""
+    """The side where a text is cut: `left`, its start, or `right`, its end. By default as the tokenizer's files say,
+    mostly `right`."""
 
     truncate_prompt_tokens: Annotated[int, annotated_types.Ge(-1), annotated_types.Le(2**31 - 1)] | None = None
-    """To how many tokens a longer text is cut, special tokens included; -1 is the model's context, as `truncate`
+    """Longer texts are cut to this many tokens, special tokens included; -1 is the model's context, as `truncate`
     true."""
 
     lora_name: str | None = None
@@ -117,10 +117,10 @@ class TaskDeclaration:
     """The requests and responses of a task."""
 
     name: str
-    """As the setting `task` has it."""
+    """The task's name in the setting `task`."""
     texts: tuple[TextInput, ...]
     outputs: Mapping[str, TaskOutput]
-    """Beside `output` and `num_input_tokens`, which every task has."""
+    """The outputs beside `output` and `num_input_tokens`, which every task has."""
     options: type[DeclaredOptions] = TaskOptions
     has_json: bool = True
     """Whether `output` is filled for a client that names no outputs."""
@@ -129,11 +129,10 @@ class TaskDeclaration:
     other_inputs: Mapping[str, str] = field(default_factory=dict)
     """Optional inputs that are neither texts nor options, with their types; the task's `read` takes them out."""
     document: str = "docs/encoders.md"
-    """Where its inputs and outputs are described."""
+    """The document of its inputs and outputs."""
 
     @property
     def all_outputs(self) -> Mapping[str, TaskOutput]:
-        """Every output by name."""
         common = {
             JSON_OUTPUT: TaskOutput("TYPE_STRING", "the result as JSON", by_default=self.has_json, is_json=True),
             NUM_TOKENS: TaskOutput("TYPE_UINT32", "tokens that the model read for the row", by_default=False),
@@ -169,7 +168,7 @@ class TaskDeclaration:
 def missing_task_ports(
     declaration: TaskDeclaration, config: Mapping[str, Any], parameters_as_inputs: bool
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The inputs and outputs that config.pbtxt leaves out, in Triton's form; see `ports.missing_ports`."""
+    """The inputs and outputs that config.pbtxt leaves out, in Triton's form; see `declared_ports.missing_ports`."""
     has_inputs, has_outputs = ({port["name"] for port in config[side]} for side in ("input", "output"))
     batch = [] if config["max_batch_size"] > 0 else [-1]
     inputs = _inputs(declaration, batch, parameters_as_inputs) if parameters_as_inputs or not has_inputs else ()
@@ -198,11 +197,7 @@ def _inputs(declaration: TaskDeclaration, batch: list[int], parameters_as_inputs
 
 
 def check_task_input(declaration: TaskDeclaration, name: str, data_type: str) -> None:
-    """Refuse an input of a config.pbtxt that the task does not have.
-
-    Raises:
-        SettingsError: It is unknown or of a wrong type.
-    """
+    """Refuse an input of a config.pbtxt that the task does not have, or one of another type."""
     types = declaration.input_types.get(name)
     if types is None:
         raise SettingsError(
@@ -214,11 +209,7 @@ def check_task_input(declaration: TaskDeclaration, name: str, data_type: str) ->
 
 
 def check_task_output(declaration: TaskDeclaration, name: str, data_type: str) -> None:
-    """Refuse an output of a config.pbtxt that the task does not have.
-
-    Raises:
-        SettingsError: It is unknown or of a wrong type.
-    """
+    """Refuse an output of a config.pbtxt that the task does not have, or one of another type."""
     known = declaration.all_outputs
     if name not in known:
         raise SettingsError(

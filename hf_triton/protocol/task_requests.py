@@ -25,7 +25,7 @@ from hf_triton.protocol.task_declaration import (
     DeclaredOptions,
     TaskDeclaration,
 )
-from hf_triton.protocol.tensors import Array, encode_strings
+from hf_triton.protocol.tensor_values import Array, encode_strings
 from hf_triton.protocol.token_rows import TokenRow, pad_rows, read_token_rows
 from hf_triton.protocol.validation import MAX_NAME, suggest, validated, value_type
 from hf_triton.sentence import param, param_list, remedy
@@ -53,7 +53,7 @@ class TaskResult:
     """What a task found for one row."""
 
     json: Any
-    """For the output `output`: what `json.dumps` takes, or a numpy array."""
+    """The output `output`: what `json.dumps` takes, or a numpy array."""
     tensors: Mapping[str, Any]
     """The task's own outputs by name: a string, a number, or an array with the output's dimensions."""
 
@@ -73,9 +73,6 @@ def read_task_request(
         inputs: Tensors by name: texts are BYTES `[n]` or `[batch, 1]`, one for each row or one for all.
         parameters: By name; a text may be one too.
         limits: What to accept.
-
-    Raises:
-        RequestError: The message names what is wrong and what is allowed.
     """
     given = merge_values(inputs, parameters)
     known = {*declaration.text_names(), *options.model_fields, *declaration.token_names}

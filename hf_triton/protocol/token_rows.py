@@ -11,7 +11,7 @@ import numpy as np
 
 from hf_triton.errors import RequestError
 from hf_triton.protocol.prompts import Limits, check_size
-from hf_triton.protocol.tensors import Array
+from hf_triton.protocol.tensor_values import Array
 from hf_triton.sentence import param, row
 
 INPUT_IDS: Final = "input_ids"
@@ -37,9 +37,6 @@ def read_token_rows(inputs: Mapping[str, Any], limits: Limits) -> list[TokenRow]
     Args:
         inputs: By name, INT64 `[rows, length]`; the mask is 1 for tokens and 0 for padding, before or behind them.
         limits: What to accept; a row counts as many bytes as its integers have.
-
-    Raises:
-        RequestError: The message names the tensor and what is wrong with it.
     """
     tensors = {name: _matrix(name, inputs[name]) for name in TOKEN_INPUTS if name in inputs}
     for name in (INPUT_IDS, ATTENTION_MASK):
@@ -88,7 +85,7 @@ def _matrix(name: str, value: object) -> Array:
 
 
 def _span(number: int, mask: Array) -> slice:
-    """From a row's first token to its last."""
+    """The span from a row's first token to its last."""
     tokens = np.flatnonzero(mask)
     span = slice(int(tokens[0]), int(tokens[-1]) + 1) if tokens.size else slice(0)
     if len(mask[span]) != tokens.size or not (mask[span] == 1).all():

@@ -36,15 +36,11 @@ class ForcedCall:
     is_input: bool = False
     """Whether the completion is the text of a custom tool, which `name` names."""
     input_names: frozenset[str] = frozenset()
-    """Without `name`: custom tools whose call is the name, a line end and the text, in place of the array."""
+    """Custom tools whose call, without `name`, is the name, a line end and the text, in place of the array."""
 
 
 def read_tool_choice(value: object) -> str:
-    """Check a `tool_choice`; an object is normalized to JSON.
-
-    Raises:
-        ValueError: Says what is allowed.
-    """
+    """Check a `tool_choice`; an object is normalized to JSON. Another value is a `ValueError`."""
     if isinstance(value, str) and value in CHOICES:
         return value
     choice = read_json(value)
@@ -75,11 +71,7 @@ def _named(choice: object) -> str | None:
 
 
 def allowed_tools(tools: Tools, choice: str) -> tuple[Tools, str]:
-    """The tools that a checked `tool_choice` leaves to the model, and the choice among them.
-
-    Raises:
-        RequestError: It names a tool that there is not, or none.
-    """
+    """The tools that a checked `tool_choice` leaves to the model, and the choice among them."""
     if choice in CHOICES or "names" not in (allowed := json.loads(choice)):
         return tools, choice
     for name in allowed["names"]:
@@ -100,9 +92,6 @@ def forced_call(
         choice: The choice, as `allowed_tools` returns it.
         is_parallel: Whether there may be several calls.
         formats: The custom tools by name, and the grammars of their texts.
-
-    Raises:
-        RequestError: There is no such tool, or the tools' schemas are too large.
     """
     if choice in ("auto", "none"):
         return None

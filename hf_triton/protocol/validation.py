@@ -33,7 +33,7 @@ NUM_NEAR: Final = 3
 SLIP_LIKENESS: Final = 0.8
 """A name this like a known one is a slip of the pen."""
 MIN_LIKENESS: Final = 0.6
-"""Of two names, from 0 to 1, if one is taken for the other misspelt."""
+"""A name at least this like another, from 0 to 1, is taken for it misspelt."""
 MAX_ENTRIES: Final = 1024  # of an array or object: pydantic words an error for each, which takes minutes for millions
 MAX_LEVELS: Final = 200  # of nesting: pydantic's parser reads no more
 MAX_JSON: Final = 2**21  # characters; other requests wait while JSON is parsed
@@ -46,7 +46,7 @@ TYPE_NAMES: Final[Mapping[type, str]] = {
     list: "a JSON array",
 }
 ELEMENT_TYPES: Final[Mapping[str, type]] = {"string_type": str, "int_type": int, "dict_type": dict, "list_type": list}
-"""By pydantic's kind of error, what an element should be."""
+"""The type that an element should have, by pydantic's kind of error."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Problem:
 
     name: str
     open_sentence: str
-    """As an error's, see `hf_triton.sentence`."""
+    """The sentence, with its names left open."""
     is_missing: bool = False
 
     @property
@@ -77,11 +77,7 @@ def problems(model: type[BaseModel], error: ValidationError) -> list[Problem]:
 
 
 def validated(model: type[Declared], values: Mapping[str, object]) -> Declared:
-    """An instance of a model of request parameters.
-
-    Raises:
-        RequestError: A value is impossible; about the first one.
-    """
+    """An instance of a model of request parameters; a `RequestError` is about the first impossible value."""
     try:
         return model.model_validate(values)
     except ValidationError as error:
@@ -144,40 +140,34 @@ def _wrong_choice(got: str, choices: Sequence[str], wanted: str) -> str:
     return f"has no value {clip(got)}{hint}" if near and is_long else f"must be {wanted}, got {clip(got)}{hint}"
 
 
-def _element_problem(model: type[BaseModel], details: Any, errors: Iterable[Any]) -> Problem | None:
-    """The wrong element of a list, by the declared alternative that reads the list farthest; None: it is no such list.
-
-    Args:
-        model: The declarations.
-        details: The first error of the field.
-        errors: All errors.
-    """
+def _element_problem(model: type[BaseModel], details: Any, errors: Sequence[Any]) -> Problem | None:
+    """The wrong element of a list, by the declared alternatives that read the list farthest; None: it is no list."""
     name = str(details["loc"][0]) if details["loc"] else ""
     field = model.model_fields.get(name)
     if field is None or not any(typing.get_origin(_plain(each)) is list for each in _members(field.annotation)):
         return None
-    firsts: dict[object, Any] = {}
-    for each in errors:
-        if each["loc"][:1] == (name,) and each["type"] == "too_long":
-            place = name + "".join(f"[{index}]" for index in _position(each))
-            message = f"{named(place)} has {len(each['input'])} items, more than the {each['ctx']['max_length']}"
-            return Problem(name, f"{message} that are accepted")
-        if each["loc"][:1] == (name,) and each["type"] == "literal_error" and _position(each):
-            place = name + "".join(f"[{index}]" for index in _position(each))
-            return Problem(name, f"{named(place)} must be {each['ctx']['expected']}, got {clip(each['input'])}")
-        if each["loc"][:1] == (name,) and each["type"] in ELEMENT_TYPES and _position(each):
-            firsts.setdefault(tuple(part for part in each["loc"] if isinstance(part, str)), each)
-    if not firsts:
+    inside = [each for each in errors if each["loc"][0] == name and (_position(each) or each["type"] == "too_long")]
+    wrong = [each for each in inside if each["type"] == "too_long"][:1]
+    if not wrong:
+        position = max(map(_position, inside), default=())
+        wrong = [each for each in inside if _position(each) == position]
+    if not wrong:
         return None
-    position = max(map(_position, firsts.values()))
-    wrong = [each for each in firsts.values() if _position(each) == position]
-    wanted = " or ".join(dict.fromkeys(TYPE_NAMES[ELEMENT_TYPES[each["type"]]] for each in wrong))
-    place = name + "".join(f"[{index}]" for index in position)
-    return Problem(name, f"{named(place)} must be {wanted}, got {clip(wrong[0]['input'])}")
+    got, place = wrong[0]["input"], named(name + "".join(f"[{index}]" for index in _position(wrong[0])))
+    if wrong[0]["type"] == "too_long":
+        most = wrong[0]["ctx"]["max_length"]
+        return Problem(name, f"{place} has {len(got)} items, more than the {most} that are accepted")
+    return Problem(name, f"{place} must be {' or '.join(dict.fromkeys(map(_element_words, wrong)))}, got {clip(got)}")
+
+
+def _element_words(details: Any) -> str:
+    """What an element should be; pydantic's own words for what is no type."""
+    kind = ELEMENT_TYPES.get(details["type"])
+    return TYPE_NAMES[kind] if kind else details["msg"].removeprefix("Input should be ")
 
 
 def _position(details: Any) -> tuple[int, ...]:
-    """Where in its list the value of an error is; empty: it is the whole field."""
+    """The position of an error's value in its list; empty: it is the whole field."""
     return tuple(part for part in details["loc"][1:] if isinstance(part, int))
 
 
@@ -315,7 +305,7 @@ def read_strings(value: object) -> object:
 
 
 def read_words(value: object) -> object:
-    """As `read_strings`, without empty strings, which neither stop nor forbid anything."""
+    """Read as `read_strings` does, without empty strings, which neither stop nor forbid anything."""
     words = read_strings(value)
     return tuple(word for word in words if word != "") if isinstance(words, tuple) else words
 
@@ -347,11 +337,7 @@ def _check_num_entries(value: Sized) -> None:
 
 
 def reject_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """The `object_pairs_hook` of request parameters; without it, the last of two equal names would win.
-
-    Raises:
-        RequestError: A name occurs twice.
-    """
+    """The `object_pairs_hook` of request parameters; without it, the last of two equal names would win."""
     values: dict[str, object] = {}
     for name, value in pairs:
         if name in values:
@@ -361,12 +347,7 @@ def reject_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def table(model: type[BaseModel], extra: Mapping[str, str] | None = None) -> str:
-    """The fields of a model as a Markdown table of name, values, default and meaning.
-
-    Args:
-        model: The declarations.
-        extra: Words to append to a field's name, by field.
-    """
+    """A model's fields as a Markdown table: name with `extra` words, values, default and meaning."""
     lines = ["| name | values | default | meaning |", "|---|---|---|---|"]
     for name, field in model.model_fields.items():
         meaning = " ".join((field.description or "").split())

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from hf_triton.errors import CancelledError, HfTritonError, RequestError, UnavailableError, read_error_data
-from hf_triton.protocol.tensors import Array as Array
+from hf_triton.protocol.tensor_values import Array as Array
 
 Message = dict[str, Any]
 

@@ -32,7 +32,7 @@ from hf_triton.protocol.task_declaration import (
     TextInput,
 )
 from hf_triton.protocol.task_requests import Row, TaskRequest, TaskResult
-from hf_triton.protocol.tensors import Array
+from hf_triton.protocol.tensor_values import Array
 from hf_triton.protocol.token_rows import INPUT_IDS, TOKEN_INPUTS
 from hf_triton.sentence import param, param_list
 from hf_triton.tasks.encoder_task import EncodedRow, EncoderTask

@@ -22,7 +22,7 @@ from hf_triton.errors import CheckpointError, RequestError
 from hf_triton.protocol.prompts import Limits, decode_token_ids
 from hf_triton.protocol.task_declaration import TOKEN_IDS, TaskOptions
 from hf_triton.protocol.task_requests import Row, TaskRequest, TaskResult, read_task_request
-from hf_triton.protocol.tensors import Array
+from hf_triton.protocol.tensor_values import Array
 from hf_triton.protocol.token_rows import TokenRow
 from hf_triton.sentence import param, remedy
 from hf_triton.tasks.declared_task import DeclaredTask

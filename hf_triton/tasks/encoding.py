@@ -23,7 +23,7 @@ from hf_triton.protocol.prompts import Limits
 from hf_triton.protocol.request_values import in_row
 from hf_triton.protocol.task_declaration import JSON_OUTPUT
 from hf_triton.protocol.task_requests import Row, TaskRequest, encode_results, outputs_to_fill
-from hf_triton.protocol.tensors import Array
+from hf_triton.protocol.tensor_values import Array
 from hf_triton.protocol.token_rows import TokenRow
 from hf_triton.tasks.encoder_task import EncodedRow, EncoderTask
 from hf_triton.tasks.engine_task import EngineTask

@@ -26,7 +26,7 @@ from hf_triton.protocol.task_declaration import (
     TextInput,
 )
 from hf_triton.protocol.task_requests import Row, TaskRequest, TaskResult
-from hf_triton.protocol.tensors import Array
+from hf_triton.protocol.tensor_values import Array
 from hf_triton.protocol.token_rows import TokenRow
 from hf_triton.sentence import param, param_list
 from hf_triton.tasks.embeddings import VectorOptions, check_dimensions, cut_vector

@@ -19,7 +19,7 @@ from hf_triton.errors import RequestError
 from hf_triton.protocol.prompts import Limits
 from hf_triton.protocol.task_declaration import JSON_OUTPUT, TaskDeclaration, TaskOptions, TaskOutput, TextInput
 from hf_triton.protocol.task_requests import Row, TaskRequest, TaskResult
-from hf_triton.protocol.tensors import Array
+from hf_triton.protocol.tensor_values import Array
 from hf_triton.sentence import param
 from hf_triton.tasks.encoder_task import EncodedRow, EncoderTask
 from hf_triton.tasks.scores import Floats, softmax

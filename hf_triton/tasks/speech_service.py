@@ -27,7 +27,7 @@ from hf_triton.protocol.prompts import Limits
 from hf_triton.protocol.request_values import in_row
 from hf_triton.protocol.task_declaration import AUDIO
 from hf_triton.protocol.task_requests import TaskRequest, encode_results, outputs_to_fill, read_task_request
-from hf_triton.protocol.tensors import Array
+from hf_triton.protocol.tensor_values import Array
 from hf_triton.sentence import param
 from hf_triton.tasks.audio import Samples, read_audio
 from hf_triton.tasks.automatic_speech_recognition import SpeechOptions, SpeechRecognition

@@ -14,7 +14,7 @@ from hf_triton.hub.sentence_modules import load_sentence_modules
 from hf_triton.protocol.prompts import Limits
 from hf_triton.protocol.task_declaration import PAIR, TEXT, TEXTS, TaskDeclaration, TaskOptions, TaskOutput, TextInput
 from hf_triton.protocol.task_requests import Row, TaskRequest, TaskResult
-from hf_triton.protocol.tensors import Array
+from hf_triton.protocol.tensor_values import Array
 from hf_triton.protocol.token_rows import ATTENTION_MASK, INPUT_IDS, TOKEN_TYPE, TOKEN_TYPE_IDS
 from hf_triton.tasks.encoder_task import EncodedRow, EncoderTask
 

@@ -13,7 +13,7 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from hf_triton.errors import HfTritonError, SettingsError
-from hf_triton.protocol.ports import check_config, missing_ports
+from hf_triton.protocol.declared_ports import check_config, missing_ports
 from hf_triton.protocol.task_declaration import TaskDeclaration, check_task_input, check_task_output, missing_task_ports
 from hf_triton.settings import AnySettings, LoadedSettings, load_settings
 from hf_triton.tasks.interface import ResponseConfig

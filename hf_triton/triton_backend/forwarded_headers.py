@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
+from hf_triton.protocol.otlp import TRACE_CONTEXT
 from hf_triton.protocol.requests import is_parameter_name, resembles_parameter
-from hf_triton.protocol.tracing import TRACE_CONTEXT
 from hf_triton.protocol.validation import reject_duplicates
 from hf_triton.settings import compile_header_pattern
 

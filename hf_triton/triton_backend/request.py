@@ -19,7 +19,7 @@ import numpy.typing as npt
 import triton_python_backend_utils as pb_utils
 
 from hf_triton.errors import HfTritonError, RequestError, UnavailableError, where
-from hf_triton.protocol.tracing import wants_traces
+from hf_triton.protocol.otlp import wants_traces
 from hf_triton.tasks.serving.metrics import OK
 from hf_triton.tasks.serving.request import InferenceRequest
 from hf_triton.triton_backend.cancellation import RequestPoller

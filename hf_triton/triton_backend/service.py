@@ -15,7 +15,7 @@ from hf_triton.protocol.model_info import MODEL_INFO, ModelInfo, asks_for_info
 from hf_triton.protocol.names import JSON_OUTPUT, TEXT_OUTPUTS
 from hf_triton.protocol.prompts import prompt_shape
 from hf_triton.protocol.requests import check_parameter_names, is_cancel_request
-from hf_triton.protocol.tensors import encode_strings
+from hf_triton.protocol.tensor_values import encode_strings
 from hf_triton.protocol.tokenizer_request import TOKENIZER_REQUEST
 from hf_triton.sentence import param
 from hf_triton.tasks.interface import ResponseConfig, Task

@@ -21,13 +21,13 @@ from hf_triton.errors import HfTritonError, ServerError, clip
 from hf_triton.protocol.load_reasons import first_sentence
 from hf_triton.protocol.names import SERVER_VARIABLE
 from hf_triton_cli.serving.gateway_options import ALONE, gateway_options, read_config
-from hf_triton_gateway.config import GatewayConfig, TritonAddress
+from hf_triton_gateway.gateway_config import GatewayConfig, TritonAddress
 from hf_triton_gateway.triton.endpoint import Endpoint
 
 if TYPE_CHECKING:
     from tritonclient.grpc import InferenceServerClient
 
-    from hf_triton_gateway.http.errors import ApiError
+    from hf_triton_gateway.http.api_errors import ApiError
     from hf_triton_gateway.triton.triton_models import Model, TritonModels
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -143,7 +143,7 @@ class Triton:
             click.UsageError: No name is given, and there are several.
             HfTritonError: It does not exist, is not ready or generates no text; or Triton cannot be reached.
         """
-        from hf_triton_gateway.http.errors import ApiError
+        from hf_triton_gateway.http.api_errors import ApiError
         from hf_triton_gateway.triton.triton_messages import TEXT_GENERATION
 
         generating = (TEXT_GENERATION, None)

@@ -17,7 +17,7 @@ import click
 
 from hf_triton.protocol.dialects import ALIASES
 from hf_triton.protocol.names import TEXT_OUTPUTS
-from hf_triton.protocol.options import CHAT_OPTIONS, OPTIONS
+from hf_triton.protocol.request_options import CHAT_OPTIONS, OPTIONS
 from hf_triton.protocol.validation import read_json
 from hf_triton_cli.client.client import Triton, complete_models, triton_options
 from hf_triton_cli.exit_codes import INTERRUPTED
@@ -173,8 +173,8 @@ async def complete(triton: Triton, name: str | None, prompt: str, sampling: Samp
         click.UsageError: No model is named, and there are several.
         HfTritonError: It failed.
     """
+    from hf_triton_gateway.http.api_errors import ApiError
     from hf_triton_gateway.http.client_names import ClientNames
-    from hf_triton_gateway.http.errors import ApiError
     from hf_triton_gateway.triton.triton_messages import Generation
 
     models = triton.models()

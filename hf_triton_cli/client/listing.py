@@ -52,7 +52,7 @@ def describe_models(triton: Triton) -> list[dict[str, Any]]:
 
 
 async def _read_folders(triton: Triton) -> Mapping[str, Folder]:
-    from hf_triton_gateway.http.errors import ApiError
+    from hf_triton_gateway.http.api_errors import ApiError
 
     models = triton.models()
     try:

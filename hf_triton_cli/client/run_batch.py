@@ -203,7 +203,7 @@ def _gateway(url: str | None, model: str | None, settings: Mapping[str, str]) ->
     from hf_triton.server import free_ports
     from hf_triton_cli.serving.gateway import GatewayProcess
     from hf_triton_cli.serving.run import serving
-    from hf_triton_gateway.config import GatewayConfig
+    from hf_triton_gateway.gateway_config import GatewayConfig
 
     with serving(model, settings) as (name, server), contextlib.ExitStack() as stack:
         gateway = GatewayProcess(GatewayConfig(triton=server.grpc_url, port=free_ports(1)[0]))

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from hf_triton.errors import HfTritonError
-from hf_triton.protocol.options import CHAT_OPTIONS, OPTIONS
 from hf_triton.protocol.parameters import parse_parameters
+from hf_triton.protocol.request_options import CHAT_OPTIONS, OPTIONS
 from hf_triton.protocol.validation import read_json
 from hf_triton_cli.client.client import Triton
 from hf_triton_cli.client.generate import COMMAND_DECIDES, canonical, shown, split_parameters
@@ -232,7 +232,7 @@ class Session:
 
     async def _print_answer(self) -> str:
         """Print the answer as it comes: as Markdown on a terminal, its reasoning dim."""
-        from hf_triton_gateway.http.errors import ApiError
+        from hf_triton_gateway.http.api_errors import ApiError
 
         content: list[str] = []
         is_terminal, is_dim = sys.stdout.isatty(), False

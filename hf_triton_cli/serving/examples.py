@@ -25,7 +25,7 @@ from hf_triton.protocol.model_info import MODEL_INFO, ModelInfo
 from hf_triton.protocol.names import JSON_OUTPUT, PROMPT, TEXT_TO_TEXT, declared_input
 from hf_triton.protocol.task_declaration import NUM_TOKENS
 from hf_triton.server import TritonServer, open_local
-from hf_triton_gateway.config import GatewayConfig
+from hf_triton_gateway.gateway_config import GatewayConfig
 
 READY: Final = """
 Triton        http://{host}:{http_port} (gRPC {grpc_port}, metrics {metrics_port}){gateway}

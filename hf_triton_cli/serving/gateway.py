@@ -18,7 +18,7 @@ from hf_triton.errors import ServerError
 from hf_triton.scratch import ScratchFolder
 from hf_triton.server import delayed_signals, describe_log, describe_status, end_with_parent, open_local, read_log
 from hf_triton_cli.serving.gateway_options import as_arguments
-from hf_triton_gateway.config import GatewayConfig
+from hf_triton_gateway.gateway_config import GatewayConfig
 from hf_triton_gateway.triton.triton_headers import read_headers
 
 START_LIMIT_S: Final = 60.0

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from hf_triton.errors import clip
 from hf_triton.protocol.validation import problems
-from hf_triton_gateway.config import GatewayConfig, TritonAddress
+from hf_triton_gateway.gateway_config import GatewayConfig, TritonAddress
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

@@ -13,7 +13,7 @@ import click
 from hf_triton.errors import ServerError
 from hf_triton_cli.serving.gateway_options import ALONE, gateway_options, read_config
 from hf_triton_cli.serving.ports import check_host, check_ports
-from hf_triton_gateway.config import GatewayConfig
+from hf_triton_gateway.gateway_config import GatewayConfig
 
 
 @click.command(epilog="Example: hf-triton openai --triton gpu1:8001 --port 9000 --api-key-file keys")
@@ -26,7 +26,7 @@ def openai(**values: Any) -> None:
     config = read_config(ALONE, values)
     check_host(config.host)
     check_ports({ALONE["port"]: config.port})
-    from hf_triton_gateway.server import run
+    from hf_triton_gateway.uvicorn_server import run
 
     if config.on_demand:
         _require_explicit_mode(config)
@@ -41,7 +41,7 @@ def _require_explicit_mode(config: GatewayConfig) -> None:
     Raises:
         ServerError: It does not.
     """
-    from hf_triton_gateway.http.errors import ApiError
+    from hf_triton_gateway.http.api_errors import ApiError
     from hf_triton_gateway.triton.endpoint import Endpoint
     from hf_triton_gateway.triton.repository import TritonRepository
 

@@ -47,7 +47,7 @@ from hf_triton_cli.serving.model_states import ModelStates
 from hf_triton_cli.serving.ports import PORT, check_host, check_ports
 from hf_triton_cli.serving.server_log import ServerLog
 from hf_triton_cli.typed import as_typed
-from hf_triton_gateway.config import GatewayConfig
+from hf_triton_gateway.gateway_config import GatewayConfig
 
 DEFAULT_OPENAI_PORT: Final = GatewayConfig.model_fields["port"].default
 EXPLICIT: Final = "--model-control-mode=explicit"

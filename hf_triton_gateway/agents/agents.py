@@ -7,19 +7,21 @@ import dataclasses
 import json
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, TypeVar
 
 import annotated_types
 from pydantic import BaseModel
 
-from hf_triton_gateway.agents.blocks import Block, Blocks, Step
+from hf_triton.protocol.custom_tools import NamedTool
+from hf_triton_gateway.agents.answer_blocks import Block, Blocks, Step
+from hf_triton_gateway.app_state import Gateway
 from hf_triton_gateway.chat.answers import delta_of
-from hf_triton_gateway.chat.chat import ChatRequest
-from hf_triton_gateway.chat.conversation import Conversation
+from hf_triton_gateway.chat.chat_completions import ChatRequest
+from hf_triton_gateway.chat.conversation import Conversation, parse_at
 from hf_triton_gateway.chat.fields import Fields, Ignored, sampling_fields
-from hf_triton_gateway.gateway import Gateway
+from hf_triton_gateway.http.api_errors import ApiError
 from hf_triton_gateway.http.bodies import beside, write_json
-from hf_triton_gateway.http.errors import ApiError
+from hf_triton_gateway.http.hints import pass_over
 from hf_triton_gateway.triton.triton_messages import TEXT_GENERATION, Generation, Outputs, size_of
 
 SAMPLING: Final = (
@@ -30,7 +32,8 @@ SAMPLING: Final = (
 SHARED: Final = ("model", "stream", "chat_template_kwargs", *SAMPLING)
 """Fields that mean what the chat's field of this name means."""
 ANY: Final = Ignored(None)
-"""Of a field that asks for nothing, whatever its value."""
+"""The rule of a field that asks for nothing, whatever its value."""
+Form = TypeVar("Form", bound=Fields)
 
 if TYPE_CHECKING:
 
@@ -61,17 +64,7 @@ class AgentRequest(Fields, AgentSampling):
     def generation(
         self, request_id: str, conversation: Conversation, names: Mapping[str, str | None], **chat: object
     ) -> Generation:
-        """What to ask of Triton.
-
-        Args:
-            request_id: The request's id.
-            conversation: The messages.
-            names: The client's names of the chat's fields, for error messages.
-            chat: More fields of the chat; None: not given.
-
-        Raises:
-            ApiError: A field is invalid.
-        """
+        """What to ask of Triton for a conversation and more fields of the chat; `names` are the client's."""
         shared = {name: getattr(self, name) for name in SHARED}
         own = self.names_of(names, places=conversation.places)
         try:
@@ -82,20 +75,33 @@ class AgentRequest(Fields, AgentSampling):
         return dataclasses.replace(generation, names=generation.names.under(own))
 
 
-def function_tool(name: str, description: str | None, parameters: dict[str, Any] | None) -> dict[str, Any]:
-    """A tool as the chat has it."""
-    given = {"name": name, "description": description, "parameters": parameters}
-    return {"type": "function", "function": {key: value for key, value in given.items() if value is not None}}
+class ToolFields(Fields, NamedTool):
+    """A tool of an agent's API."""
+
+    kind: ClassVar[str] = "function"
+    """The chat's type of it."""
+    chat_names: ClassVar[Mapping[str, str]] = {}
+    """What the chat calls fields that have another name there."""
+
+    def chat_tool(self) -> dict[str, Any]:
+        fields = {self.chat_names.get(name, name): value for name, value in self if value is not None}
+        return {"type": self.kind, self.kind: fields}
+
+
+def read_tool(forms: Mapping[str, type[Form]], place: str, tool: object) -> Form | None:
+    """A tool in the form of its type, or the first; None: one that the client expects the server to have."""
+    default = next(iter(forms))
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if isinstance(kind, str) and kind not in forms:
+        pass_over(f"{place}.{kind}")
+        return None
+    return parse_at(forms[kind if isinstance(kind, str) else default], place, tool)
 
 
 async def stream_steps(
     gateway: Gateway, generation: Generation, blocks: Blocks
 ) -> AsyncGenerator[tuple[list[Step], Outputs]]:
-    """The steps of each response, and its outputs; those of the last have a finish reason.
-
-    Raises:
-        ApiError: The request is refused, or fails.
-    """
+    """The steps of each response, and its outputs; those of the last have a finish reason."""
     async with aclosing(gateway.models.stream(generation)) as responses:
         outputs: Outputs
         async for outputs in responses:
@@ -108,7 +114,6 @@ def _steps(outputs: Outputs, blocks: Blocks) -> list[Step]:
 
 
 def has_calls(blocks: list[Block]) -> bool:
-    """Whether the message calls tools."""
     return any(block.kind == "tool_call" for block in blocks)
 
 

@@ -10,19 +10,16 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 import annotated_types
 
 from hf_triton.errors import clip
-from hf_triton.protocol.chat import ASSISTANT
+from hf_triton.protocol.chat_request import ASSISTANT
 from hf_triton.protocol.past import INVALID_JSON
 from hf_triton_gateway.agents.agents import ANY
-from hf_triton_gateway.agents.blocks import REASONING, TEXT, Block
+from hf_triton_gateway.agents.answer_blocks import REASONING, TEXT, Block
 from hf_triton_gateway.chat.conversation import Conversation, parse_at, parse_past, unseen
 from hf_triton_gateway.chat.fields import HINT, Fields, Ignored
-from hf_triton_gateway.http.errors import ApiError
+from hf_triton_gateway.http.api_errors import ApiError
 from hf_triton_gateway.http.hints import pass_over
 
-PASSED_OVER: Final = {
-    "cache_control": HINT,
-    **dict.fromkeys(("type", "citations", "caller", "toolset_name"), ANY),
-}
+PASSED_OVER: Final = {"cache_control": HINT, **dict.fromkeys(("type", "citations", "caller", "toolset_name"), ANY)}
 """Fields of blocks that say nothing to the model."""
 SERVED: Final[Mapping[str, tuple[str, ...]]] = {
     "system": ("text",),
@@ -67,11 +64,6 @@ class _PastText(_Text):
 
 
 def read_messages(messages: list[Any], system: str | list[Any] | None) -> Conversation:
-    """The conversation of `system` and `messages`.
-
-    Raises:
-        ApiError: A message is invalid, or a block is of a type that is not served.
-    """
     conversation = Conversation()
     if system:
         _read_content(conversation, "system", "system", system)
@@ -149,12 +141,7 @@ def _result_text(place: str, content: str | list[Any] | None) -> str:
 
 
 def content_block(block: Block, text: str | None = None) -> dict[str, Any]:
-    """A block of an answer.
-
-    Args:
-        block: The block.
-        text: Its text, which is empty where a stream starts it; by default the block's.
-    """
+    """A block of an answer; its text is empty where a stream starts it, and by default the block's."""
     text = block.text if text is None else text
     if block.kind == REASONING:
         return {"type": "thinking", "thinking": text, "signature": ""}
@@ -172,7 +159,6 @@ def _arguments(text: str) -> dict[str, Any]:
 
 
 def block_delta(block: Block, piece: str) -> dict[str, Any]:
-    """A piece of a block of a stream."""
     if block.kind == REASONING:
         return {"type": "thinking_delta", "thinking": piece}
     if block.kind == TEXT:

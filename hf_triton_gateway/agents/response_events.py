@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from hf_triton_gateway.agents.agents import named_event
-from hf_triton_gateway.agents.blocks import CUSTOM_CALL, REASONING, TEXT, TOOL_CALL, Block, Step
+from hf_triton_gateway.agents.answer_blocks import CUSTOM_CALL, REASONING, TEXT, TOOL_CALL, Block, Step
 from hf_triton_gateway.agents.response_items import ResponseItems
 
 PIECES: Final[Mapping[str, tuple[str, str]]] = {
@@ -20,19 +20,14 @@ PIECES: Final[Mapping[str, tuple[str, str]]] = {
 
 
 class ResponseEvents:
-    """Numbers the events of one response.
-
-    Args:
-        items: Writes its items.
-    """
+    """Numbers the events of one response."""
 
     def __init__(self, items: ResponseItems) -> None:
         self._items = items
         self.number = 0
-        """Of the next event."""
+        """The next event has this number."""
 
     def event(self, kind: str, data: Mapping[str, Any]) -> bytes:
-        """One event."""
         self.number += 1
         return named_event(kind, {"sequence_number": self.number - 1, **data})
 

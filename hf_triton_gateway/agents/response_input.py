@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final, Literal
 
 from hf_triton.errors import clip
-from hf_triton.protocol.chat import ASSISTANT
+from hf_triton.protocol.chat_request import ASSISTANT
 from hf_triton.protocol.custom_tools import INPUT
 from hf_triton_gateway.agents.agents import ANY
 from hf_triton_gateway.agents.response_tools import ResponseTools, Tools, flat_name
 from hf_triton_gateway.chat.conversation import Conversation, parse_at, parse_past, unseen
 from hf_triton_gateway.chat.fields import Fields, Ignored
-from hf_triton_gateway.http.errors import ApiError
+from hf_triton_gateway.http.api_errors import ApiError
 from hf_triton_gateway.http.hints import pass_over
 
 TEXT_PARTS: Final = ("input_text", "output_text", "text")
@@ -29,7 +29,7 @@ CALLS: Final = ("function_call", "custom_tool_call")
 READ: Final = (*("type", "role", "content", "call_id", "name", "namespace", "arguments", "input", "output", "tools"),)
 """The fields of items that say something to the model."""
 PART: Final = ("type", "text", "refusal")
-"""Those of their parts."""
+"""The fields of their parts that do."""
 
 
 class _Message(Fields):
@@ -117,9 +117,6 @@ def read_input(
         past: The items up to the end of the response that it goes on behind.
         instructions: The system message in front of it.
         tools: Takes the tools that are in the input.
-
-    Raises:
-        ApiError: An item is invalid, or is of a type that is not served.
     """
     conversation = Conversation()
     if instructions:

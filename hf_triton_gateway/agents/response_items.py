@@ -6,24 +6,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from hf_triton_gateway.agents.blocks import CUSTOM_CALL, REASONING, TEXT, TOOL_CALL, Block
+from hf_triton_gateway.agents.answer_blocks import CUSTOM_CALL, REASONING, TEXT, TOOL_CALL, Block
 from hf_triton_gateway.agents.response_tools import ResponseTools
-from hf_triton_gateway.chat.logprobs import REPLACEMENT, chat_logprobs
+from hf_triton_gateway.chat.openai_logprobs import REPLACEMENT, chat_logprobs
 from hf_triton_gateway.triton.triton_messages import Outputs
 
 PREFIXES: Final[Mapping[str, str]] = {REASONING: "rs", TEXT: "msg", TOOL_CALL: "fc", CUSTOM_CALL: "ctc"}
-"""Of an item's id."""
+"""Item ids begin with these."""
 Tokens = list[dict[str, Any]]
 """Log probabilities, one a token."""
 
 
 class ResponseItems:
-    """Writes the items of one response.
-
-    Args:
-        identity: What the ids of the items are made of.
-        tools: The request's.
-    """
+    """Writes the items of one response; their ids are made of `identity`."""
 
     def __init__(self, identity: str, tools: ResponseTools) -> None:
         self._identity = identity
@@ -32,7 +27,6 @@ class ResponseItems:
         self._logprobs: dict[int, Tokens] = {}  # of texts, by index
 
     def id_of(self, block: Block) -> str:
-        """The id of a block's item."""
         return f"{PREFIXES[block.kind]}_{self._identity}_{block.index}"
 
     def item(self, block: Block, status: str, text: str | None = None) -> dict[str, Any]:
@@ -82,7 +76,7 @@ class ResponseItems:
         return tokens
 
     def end_logprobs(self, block: Block) -> Tokens:
-        """Those of a whole text."""
+        """The log probabilities of a whole text."""
         if self._unread and not self._logprobs.get(block.index):
             self.take_logprobs(block, block.text)
         return self._logprobs.get(block.index, [])

@@ -12,8 +12,8 @@ from functools import cached_property
 from typing import Any
 
 from hf_triton.errors import clip
+from hf_triton_gateway.http.api_errors import ApiError
 from hf_triton_gateway.http.bodies import write_json
-from hf_triton_gateway.http.errors import ApiError
 
 Item = Mapping[str, Any]
 
@@ -30,7 +30,7 @@ class StoredResponse:
 
     @cached_property
     def num_bytes(self) -> int:
-        """As JSON, with the conversation that it ends."""
+        """Its size as JSON, with the conversation that it ends."""
         return len(write_json([self.response, self.past, self.input]))
 
     def count_bytes(self) -> int:
@@ -76,15 +76,10 @@ class ResponseStore:
 
     @property
     def keeps_any(self) -> bool:
-        """Whether responses are kept."""
         return self._max_responses > 0
 
     def put(self, stored: StoredResponse, key: bytes) -> bool:
-        """Keep a response for the clients with a key; not if it is larger than all may be, or its id is another's.
-
-        Returns:
-            Whether it is kept.
-        """
+        """Keep a response for the clients with a key; false: it is larger than all may be, or its id is another's."""
         name, owner = stored.response["id"], _digest(key)
         is_others = name in self._entries and self._entries[name].owner != owner
         if not self.keeps_any or is_others or stored.num_bytes > self._max_bytes:
@@ -96,11 +91,7 @@ class ResponseStore:
         return name in self._entries
 
     def get(self, name: str, key: bytes, param: str = "response_id") -> StoredResponse:
-        """A response that a client with this key has made.
-
-        Raises:
-            ApiError: There is none.
-        """
+        """A response that a client with this key has made."""
         self._drop_old()
         entry = self._entries.get(name)
         if entry is None or entry.owner != _digest(key):

@@ -10,15 +10,13 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 import annotated_types
 
 from hf_triton.errors import clip
-from hf_triton.protocol.chat import MAX_TOOLS
-from hf_triton.protocol.custom_tools import hosted_type
-from hf_triton.protocol.structured_output import GrammarText
+from hf_triton.protocol.chat_request import MAX_TOOLS
+from hf_triton.protocol.custom_tools import CUSTOM, CustomTool, Definition, FunctionTool, hosted_type
 from hf_triton.protocol.tool_choice import ALLOWED, NAMED
-from hf_triton_gateway.agents.agents import ANY, function_tool
+from hf_triton_gateway.agents.agents import ANY, ToolFields, read_tool
 from hf_triton_gateway.chat.conversation import parse_at
 from hf_triton_gateway.chat.fields import HINT, Fields, Ignored
-from hf_triton_gateway.http.errors import ApiError
-from hf_triton_gateway.http.hints import pass_over
+from hf_triton_gateway.http.api_errors import ApiError
 
 Tools = Annotated[list[Any], annotated_types.MaxLen(MAX_TOOLS)]
 OFFERED: Final[Mapping[str, Ignored]] = {
@@ -33,30 +31,27 @@ MAX_READ: Final = 8 * MAX_TOOLS
 CHOICE: Final = '{"type": "function", "name": "..."}'
 
 
-class _Function(Fields):
+class _Function(ToolFields, FunctionTool):
     ignored: ClassVar[Mapping[str, Ignored]] = OFFERED
-    name: Annotated[str, annotated_types.MinLen(1)]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
 
 
-class _Custom(Fields):
+class _Custom(ToolFields, CustomTool):
     ignored: ClassVar[Mapping[str, Ignored]] = OFFERED
-    name: Annotated[str, annotated_types.MinLen(1)]
-    description: str | None = None
-    format: dict[str, Any] | None = None
+    kind: ClassVar[str] = CUSTOM
 
 
-class _Grammar(Fields):
+class _Grammar(Fields, Definition):
     ignored: ClassVar[Mapping[str, Ignored]] = {"type": ANY}
-    syntax: Literal["lark", "regex"]
-    definition: GrammarText
 
 
 class _Namespace(Fields):
     ignored: ClassVar[Mapping[str, Ignored]] = {**OFFERED, "description": ANY}
     name: Annotated[str, annotated_types.MinLen(1)]
     tools: Tools
+
+
+INNER_FORMS: Final[Mapping[str, type[Fields]]] = {"function": _Function, CUSTOM: _Custom}
+FORMS: Final[Mapping[str, type[Fields]]] = {**INNER_FORMS, "namespace": _Namespace}
 
 
 class _Choice(Fields):
@@ -81,42 +76,33 @@ class ResponseTools:
 
     def __init__(self) -> None:
         self.tools: list[dict[str, Any]] = []
-        """As the chat has them, those of namespaces under their flat names."""
+        """The chat's tools, those of namespaces under their flat names."""
         self.places: list[str] = []
-        """Where each of them is in the request."""
+        """The places of the tools in the request."""
         self._names: dict[str, tuple[str, str | None]] = {}
         """Name and namespace by flat name."""
         self._num_read = 0
         self._indices: dict[tuple[str, str], int] = {}  # by type and flat name
 
     def add(self, place: str, tool: object, namespace: str | None = None) -> None:
-        """Add a tool, or those of a namespace.
-
-        Raises:
-            ApiError: It is invalid.
-        """
         self._num_read += 1
         if self._num_read > MAX_READ:
             message = (
                 f"{place} is one tool too many: up to {MAX_READ} are read, and up to {MAX_TOOLS} offered to the model"
             )
             raise ApiError(400, message, param=place, code="invalid_parameter")
-        kind = tool.get("type", "function") if isinstance(tool, dict) else "function"
-        if kind == "namespace" and namespace is None:
-            inner = parse_at(_Namespace, place, tool)
-            for index, one in enumerate(inner.tools):
-                self.add(f"{place}.tools[{index}]", one, inner.name)
-        elif kind == "custom":
-            custom = parse_at(_Custom, place, tool)
-            given = {"description": custom.description, "format": _read_format(f"{place}.format", custom.format)}
-            made = {"name": custom.name, **{name: value for name, value in given.items() if value is not None}}
-            self._add(place, {"type": "custom", "custom": made}, namespace)
-        elif kind == "function" or not isinstance(kind, str):
-            nested = tool.get("function") if isinstance(tool, dict) else None  # as chats have it
-            function = parse_at(_Function, place, nested if isinstance(nested, dict) else tool)
-            self._add(place, function_tool(function.name, function.description, function.parameters), namespace)
-        else:  # one that the client expects the server to have
-            pass_over(f"{place}.{kind}")
+        nested = tool.get("function") if isinstance(tool, dict) else None
+        if isinstance(tool, dict) and isinstance(nested, dict) and tool.get("type", "function") == "function":
+            tool = {**nested, "type": "function"}  # as chats have it
+        read = read_tool(FORMS if namespace is None else INNER_FORMS, place, tool)
+        if isinstance(read, _Namespace):
+            for index, inner in enumerate(read.tools):
+                self.add(f"{place}.tools[{index}]", inner, read.name)
+        elif isinstance(read, ToolFields):
+            chat_tool = read.chat_tool()
+            if (form := chat_tool[read.kind].pop("format", None)) is not None:
+                chat_tool[CUSTOM] |= _read_format(f"{place}.format", form)
+            self._add(place, chat_tool, namespace)
 
     def _add(self, place: str, tool: dict[str, Any], namespace: str | None) -> None:
         inner = tool[tool["type"]]
@@ -137,11 +123,6 @@ class ResponseTools:
         return alike[0] if len(alike) == 1 else (called, None)
 
     def choice(self, choice: str | dict[str, Any] | None) -> object:
-        """The chat's `tool_choice`.
-
-        Raises:
-            ApiError: It is invalid, or asks for a tool of the server's.
-        """
         if not isinstance(choice, dict):
             return choice
         if choice.get("type") == ALLOWED:
@@ -166,12 +147,13 @@ class ResponseTools:
         return {"type": "function", "function": {"name": flat}}
 
 
-def _read_format(place: str, form: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The chat's `format`, which has the grammar one level deeper."""
-    if form is None or form.get("type") == "text":
-        return None
+def _read_format(place: str, form: dict[str, Any]) -> dict[str, Any]:
+    """The chat's `format`, which has the grammar one level deeper; text has none."""
+    if form.get("type") == "text":
+        return {}
     if form.get("type") != "grammar":
         message = f'{place} must be of type "text" or "grammar", got {clip(json.dumps(form))}'
         raise ApiError(400, message, param=place, code="invalid_parameter")
     grammar = parse_at(_Grammar, place, form)
-    return {"type": "grammar", "grammar": {"syntax": grammar.syntax, "definition": grammar.definition}}
+    grammar_fields = {"syntax": grammar.syntax, "definition": grammar.definition}
+    return {"format": {"type": "grammar", "grammar": grammar_fields}}

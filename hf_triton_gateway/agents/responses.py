@@ -15,23 +15,23 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from hf_triton.errors import clip
-from hf_triton.protocol.chat import MAX_MESSAGES, MAX_TOOLS
+from hf_triton.protocol.chat_request import MAX_MESSAGES, MAX_TOOLS
 from hf_triton_gateway.agents.agents import ANY, AgentRequest, stream_steps
-from hf_triton_gateway.agents.blocks import TEXT, Block, Blocks, Step, blocks_of
+from hf_triton_gateway.agents.answer_blocks import TEXT, Block, Blocks, Step, blocks_of
 from hf_triton_gateway.agents.response_events import ResponseEvents
 from hf_triton_gateway.agents.response_input import items_of, read_input, read_part, served_items
 from hf_triton_gateway.agents.response_items import ResponseItems
 from hf_triton_gateway.agents.response_store import ResponseStore, StoredResponse
 from hf_triton_gateway.agents.response_tools import ResponseTools
 from hf_triton_gateway.agents.stored_responses import store_of
+from hf_triton_gateway.app_state import Gateway, gateway_of, request_id_of
 from hf_triton_gateway.chat.answers import finish_reason_of, message_of, now_s, usage_of
 from hf_triton_gateway.chat.conversation import Conversation, parse_at
 from hf_triton_gateway.chat.fields import HINT, MAX_TOP_LOGPROBS, ONE_TIER, Fields, Ignored, StopStrings
-from hf_triton_gateway.gateway import Gateway, gateway_of, request_id_of
+from hf_triton_gateway.http.api_errors import ApiError
 from hf_triton_gateway.http.bodies import MAX_JSON_BYTES, JsonRoute, beside, json_response, write_json
 from hf_triton_gateway.http.client_names import ELSEWHERE
 from hf_triton_gateway.http.disconnect import run_while_connected
-from hf_triton_gateway.http.errors import ApiError
 from hf_triton_gateway.http.hints import pass_over
 from hf_triton_gateway.http.sse import RESPONSES, EventStream
 from hf_triton_gateway.keys.security import key_of
@@ -47,7 +47,7 @@ NAMES: Final[Mapping[str, str]] = {
 }
 """The client's names of the chat's fields and of ours."""
 MAX_INPUT_ITEMS: Final = 4 * MAX_MESSAGES
-"""Of one request; an assistant's message may be several items: reasoning, text, calls."""
+"""An assistant's message may be several items: reasoning, text, calls."""
 STATELESS: Final = "is for what a server keeps, and this one keeps responses alone"
 LOGPROBS: Final = "message.output_text.logprobs"
 ENCRYPTED: Final = "reasoning.encrypted_content"
@@ -136,14 +136,7 @@ class ResponsesRequest(AgentRequest):
     """Number of most likely tokens to list at each position, with log probabilities."""
 
     def chat_fields(self, tools: ResponseTools) -> dict[str, object]:
-        """The chat's fields.
-
-        Args:
-            tools: The tools that the input and `tools` hold.
-
-        Raises:
-            ApiError: A field asks for what is not served.
-        """
+        """The chat's fields; `tools` has those of the input too."""
         for name in self.include or ():
             if name in UNINCLUDED:
                 pass_over(f"include.{name}")
@@ -165,11 +158,6 @@ class ResponsesRequest(AgentRequest):
         }
 
     def read_tools(self) -> ResponseTools:
-        """The tools of `tools`.
-
-        Raises:
-            ApiError: One is invalid.
-        """
         tools = ResponseTools()
         for index, tool in enumerate(self.tools or ()):
             tools.add(f"tools[{index}]", tool)
@@ -205,11 +193,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
 
 
 def _stores(gateway: Gateway, body: ResponsesRequest, key: bytes) -> tuple[ResponseStore | None, StoredResponse | None]:
-    """Where the response of a request is kept, and the one that it goes on behind.
-
-    Raises:
-        ApiError: Nothing is kept, or there is no such earlier response.
-    """
+    """The store that keeps a request's response, and the response that the request goes on behind."""
     previous, param = None, "previous_response_id"
     if body.previous_response_id is not None:
         previous = store_of(gateway, param).get(body.previous_response_id, key, param)
@@ -232,26 +216,9 @@ class _Read:
 
     @classmethod
     def of(
-        cls,
-        body: ResponsesRequest,
-        request_id: str,
-        previous: StoredResponse | None,
-        num_bytes: int,
-        *,
-        is_kept: bool,
+        cls, body: ResponsesRequest, request_id: str, previous: StoredResponse | None, num_bytes: int, *, is_kept: bool
     ) -> _Read:
-        """Read a request.
-
-        Args:
-            body: Its body.
-            request_id: Its id.
-            previous: The response that it goes on behind.
-            num_bytes: At most, of both as JSON.
-            is_kept: Whether the response is to be kept.
-
-        Raises:
-            ApiError: A field or an item is wrong, or the conversation is too long.
-        """
+        """Read a request; it and the `previous` response, behind which it goes on, have `num_bytes` of JSON at most."""
         tools, own = body.read_tools(), served_items(items_of(body.input))
         past = () if previous is None else tuple(map(read_part, served_items(previous.items)))
         _check_length(past, own, num_bytes)
@@ -265,11 +232,7 @@ class _Read:
 
 
 def _check_length(past: Sequence[Any], own: Sequence[Any], num_bytes: int) -> None:
-    """Refuse a conversation that no request could hold.
-
-    Raises:
-        ApiError: It is one; a new one begins without `previous_response_id`.
-    """
+    """Refuse a conversation that no request could hold; a new one begins without `previous_response_id`."""
     if not past:
         return
     found = f"{len(past)} items, and {len(own)} with the request: {MAX_INPUT_ITEMS} at most"
@@ -310,11 +273,7 @@ def _response(read: _Read, outputs: Outputs) -> dict[str, Any]:
 def _head(
     body: ResponsesRequest, generation: Generation, own: Sequence[Any], identity: str, *, is_kept: bool
 ) -> dict[str, Any]:
-    """OpenAI's `response` in progress, which repeats the request.
-
-    Raises:
-        ApiError: The request holds what JSON cannot.
-    """
+    """OpenAI's `response` in progress, which repeats the request."""
     text, reasoning = body.text or {}, body.reasoning or {}
     head = {
         "id": f"resp_{identity}",
@@ -375,7 +334,7 @@ def _ending(items: ResponseItems, blocks: Sequence[Block], outputs: Outputs) -> 
             },
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {
-                "reasoning_tokens": usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0),
+                "reasoning_tokens": usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
             },
             "total_tokens": usage["total_tokens"],
         },

@@ -9,9 +9,9 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 
 from hf_triton_gateway.agents.response_store import ResponseStore, StoredResponse
-from hf_triton_gateway.gateway import Gateway, gateway_of
+from hf_triton_gateway.app_state import Gateway, gateway_of
+from hf_triton_gateway.http.api_errors import RESPONSES, ApiError
 from hf_triton_gateway.http.bodies import json_response
-from hf_triton_gateway.http.errors import RESPONSES, ApiError
 from hf_triton_gateway.keys.security import key_of
 
 router = APIRouter()
@@ -55,13 +55,7 @@ def _page(stored: StoredResponse, limit: int, order: str, after: str | None) -> 
         items = items[names.index(after) + 1 :] if after in names else []
     page = items[:limit]
     first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
-    return {
-        "object": "list",
-        "data": page,
-        "first_id": first,
-        "last_id": last,
-        "has_more": len(items) > len(page),
-    }
+    return {"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": len(items) > len(page)}
 
 
 def _store(request: Request) -> ResponseStore:
@@ -69,11 +63,7 @@ def _store(request: Request) -> ResponseStore:
 
 
 def store_of(gateway: Gateway, param: str = "response_id") -> ResponseStore:
-    """What keeps responses.
-
-    Raises:
-        ApiError: Nothing does.
-    """
+    """What keeps responses; a request for it is refused if nothing does."""
     if not gateway.stored.keeps_any:
         raise ApiError(
             400,

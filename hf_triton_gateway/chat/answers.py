@@ -59,12 +59,7 @@ def chat_finish_reason(reason: str, has_tool_calls: bool) -> str:
 
 
 def usage_of(outputs: Outputs, num_choices: int = 1) -> dict[str, Any]:
-    """Counts of tokens.
-
-    Args:
-        outputs: Of a whole response.
-        num_choices: Completions per prompt, which share its tokens.
-    """
+    """Counts of tokens of a whole response; the `num_choices` completions of a prompt share its tokens."""
     return usage(
         sum(outputs["num_input_tokens"][::num_choices]),
         sum(outputs.get("num_output_tokens", ())),
@@ -105,17 +100,13 @@ def _read_json(text: str) -> Any:
 
 
 def _next(text: str, position: int) -> int:
-    """Where the next element of an array begins, or its end is."""
+    """The position of an array's next element, or of its end."""
     between = BETWEEN.match(text, position)
     return position if between is None else between.end()
 
 
 class StreamedTokens:
-    """The tokens of one choice of a stream, which come in its responses.
-
-    Args:
-        index: The choice's among the outputs.
-    """
+    """The tokens of one choice of a stream, which come in its responses."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -124,7 +115,6 @@ class StreamedTokens:
         self._positions: list[Any] = []
 
     def read(self, outputs: Outputs) -> None:
-        """Take the tokens of a response."""
         self.read_prompt(outputs)
         token_ids = json_output(outputs, "token_ids", self.index) or []
         self.num_tokens += len(token_ids)
@@ -147,10 +137,13 @@ class StreamedTokens:
         return positions
 
     def usage(self) -> dict[str, int]:
-        """The tokens so far."""
         return usage(self.num_prompt_tokens, self.num_tokens)
 
 
 def now_s() -> int:
-    """Seconds since 1970."""
     return int(time.time())
+
+
+def response_head(identity: str, kind: str, model: str) -> dict[str, Any]:
+    """What OpenAI's responses begin with."""
+    return {"id": identity, "object": kind, "created": now_s(), "model": model}

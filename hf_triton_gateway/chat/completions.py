@@ -13,24 +13,24 @@ import annotated_types
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from hf_triton_gateway.app_state import Gateway, gateway_of, request_id_of
 from hf_triton_gateway.chat.answers import (
     COUNTS,
     StreamedTokens,
     finish_reason_of,
     json_output,
-    now_s,
+    response_head,
     stop_reason_of,
     text_of,
     usage,
     usage_of,
 )
 from hf_triton_gateway.chat.fields import MAX_PROMPTS, GenerationFields, Texts, TokenIds
-from hf_triton_gateway.chat.logprobs import TextOffsets, completion_logprobs
 from hf_triton_gateway.chat.merge import all_results, merged
-from hf_triton_gateway.gateway import Gateway, gateway_of, request_id_of
+from hf_triton_gateway.chat.openai_logprobs import TextOffsets, completion_logprobs
+from hf_triton_gateway.http.api_errors import ApiError
 from hf_triton_gateway.http.bodies import JsonRoute, beside, beside_loop, json_response
 from hf_triton_gateway.http.disconnect import run_while_connected
-from hf_triton_gateway.http.errors import ApiError
 from hf_triton_gateway.http.sse import DONE, RESPONSES, EventStream, chunk, chunk_start, event
 from hf_triton_gateway.triton.triton_messages import Generation, Outputs, StreamSize, size_of
 
@@ -60,15 +60,7 @@ class CompletionRequest(GenerationFields):
         return self.max_tokens == 0
 
     def generations(self, request_id: str, max_batch_size: int) -> list[Generation]:
-        """What to ask of Triton: one request for all prompts, or one for each prompt of token ids.
-
-        Args:
-            request_id: The id of all of them.
-            max_batch_size: Most prompts in one; 0: any number.
-
-        Raises:
-            ApiError: Two fields contradict each other, or there is no prompt.
-        """
+        """What to ask of Triton: one request for `max_batch_size` prompts (0: all), or for a prompt of token ids."""
         sampling, options = self.sampling_parameters(), {"exclude_input_in_output": not self.echo}
         if self.only_scores:
             if not self.echo:
@@ -81,12 +73,7 @@ class CompletionRequest(GenerationFields):
             if self.echo:
                 sampling["prompt_logprobs"] = self.logprobs
         counts = COUNTS[:-1] if self.only_scores else COUNTS  # of the prompt alone
-        returns: tuple[str, ...] = ("finish_reason", "stop_string", *counts)
-        if self.return_token_ids:
-            returns = (*returns, "token_ids", "prompt_token_ids")
-        elif self.counts_continuously:
-            returns = (*returns, "token_ids")
-
+        returns = ("finish_reason", "stop_string", *counts, *self.token_outputs)
         texts, ids = self._prompts()
 
         def generation(first_row: int = 0, name: str = "prompt", **prompt: Any) -> Generation:
@@ -129,7 +116,6 @@ class _Answer:
         return max(1, len(self.generation.prompts)) * self.body.num_choices
 
     def choice(self, outputs: Outputs, index: int) -> dict[str, Any]:
-        """One choice of a whole answer."""
         text, logprobs = text_of(outputs, index), None
         if self.body.only_scores:
             text = self.generation.prompts[index // self.body.num_choices] if self.generation.prompts else ""
@@ -189,12 +175,7 @@ def _completion(pairs: Sequence[tuple[_Answer, Outputs]]) -> dict[str, Any]:
 
 
 def _head(generation: Generation) -> dict[str, Any]:
-    return {
-        "id": f"cmpl-{generation.request_id}",
-        "object": "text_completion",
-        "created": now_s(),
-        "model": generation.model,
-    }
+    return response_head(f"cmpl-{generation.request_id}", "text_completion", generation.model)
 
 
 def _sum(usages: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -228,17 +209,11 @@ def _chunks(choices: Sequence[_ChoiceStream], outputs: Outputs) -> bytes:
 
 
 class _ChoiceStream:
-    """The chunks of one choice of a streamed completion.
-
-    Args:
-        answer: What it is a choice of.
-        head: What all chunks begin with.
-        index: The choice's among those of the answer.
-    """
+    """The chunks of one choice of a streamed completion; they all begin with `head`."""
 
     def __init__(self, answer: _Answer, head: dict[str, Any], index: int) -> None:
         self._body = body = answer.body
-        self._head = head if body.counts_continuously or not body.includes_usage else head | {"usage": None}
+        self._head = body.chunk_head(head)
         self._start = chunk_start(self._head)
         self._index = index
         self._number = answer.first_index + index
@@ -246,12 +221,11 @@ class _ChoiceStream:
         self._is_plain = body.logprobs is None and not (body.return_token_ids or body.counts_continuously)
         self._has_begun = False
         self._prompt_ids: list[int] | None = None
-        """Of the stream's first response, in which other choices may have text and this one none."""
+        """The stream's first response has them: other choices may have text there, and this one none."""
         self._offsets = TextOffsets()
         self._is_scored = not (body.echo and body.logprobs is not None)
         """Whether the prompt's log probabilities have been sent, or are not asked for; the completion's follow them."""
         self._scores: list[Any] | None = None
-        """Those of the prompt."""
         self._echo = ""
         """The text that waits for them: those of a long prompt come in the last response alone."""
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from hf_triton.errors import clip
-from hf_triton.protocol import chat
+from hf_triton.protocol import chat_request
 from hf_triton.sentence import begins_with_field, renamed
 from hf_triton_gateway.chat.fields import Fields
-from hf_triton_gateway.http.errors import ApiError
+from hf_triton_gateway.http.api_errors import ApiError
 from hf_triton_gateway.http.hints import inside, pass_over
 
 Part = TypeVar("Part", bound=Fields)
@@ -40,7 +40,7 @@ def parse_at(model: type[Part], place: str, value: object) -> Part:
 
 
 def parse_past(model: type[Part], place: str, value: object) -> Part:
-    """As `parse_at`, of what a server has answered earlier: fields that are not the model's are left out."""
+    """Check what a server has answered earlier, as `parse_at` does; fields that are not the model's are left out."""
     if isinstance(value, dict):
         value = {name: field for name, field in value.items() if name in model.model_fields}
     return parse_at(model, place, value)
@@ -49,7 +49,7 @@ def parse_past(model: type[Part], place: str, value: object) -> Part:
 def unseen(place: str, kind: str) -> str:
     """What the model reads in place of a part of a tool's output that is no text: the client cannot leave it out."""
     pass_over(f"{place}.{kind}")
-    return chat.unseen(kind)
+    return chat_request.unseen(kind)
 
 
 class Conversation:
@@ -59,7 +59,7 @@ class Conversation:
         self._messages: list[dict[str, Any]] = []
         self._places: list[str] = []
         self.tool_places: list[str] = []
-        """Where the chat's tools come from, for error messages; empty: they are the client's, one by one."""
+        """The places of the chat's tools, for error messages; empty: they are the client's, one by one."""
 
     def add_text(self, role: str, text: str, place: str) -> None:
         """Add a part to the content of a message."""
@@ -77,7 +77,6 @@ class Conversation:
         self._message("assistant", place).setdefault("tool_calls", []).append(call)
 
     def add_result(self, call_id: str, text: str, place: str) -> None:
-        """Add what a tool answered."""
         self._messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
         self._places.append(place)
 
@@ -93,7 +92,7 @@ class Conversation:
 
     @property
     def places(self) -> Mapping[str, Sequence[str]]:
-        """By field of the chat, where each of its elements comes from."""
+        """The places that the elements of the chat's fields come from."""
         return {"messages": self._places, "tools": self.tool_places}
 
     def _message(self, role: str, place: str, *after: str) -> dict[str, Any]:

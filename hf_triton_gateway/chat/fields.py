@@ -27,16 +27,16 @@ from pydantic import (
 from pydantic_core import CoreSchema
 
 from hf_triton.errors import clip
-from hf_triton.protocol.chat import MAX_MESSAGES, MAX_TOOLS
+from hf_triton.protocol.chat_request import MAX_MESSAGES, MAX_TOOLS
 from hf_triton.protocol.dialects import ALIASES as DIALECTS
 from hf_triton.protocol.dialects import BEAM_SEARCH
 from hf_triton.protocol.parameters import MAX_STOP_STRINGS, WARPERS, GenerationParameters
 from hf_triton.protocol.structured_output import VLLM_GUIDES
 from hf_triton.protocol.validation import is_slip, problems
 from hf_triton.sentence import first_field, param, renamed
+from hf_triton_gateway.http.api_errors import ApiError, unknown_field
 from hf_triton_gateway.http.bodies import MAX_VALUES
 from hf_triton_gateway.http.client_names import ClientNames, head_of
-from hf_triton_gateway.http.errors import ApiError, unknown_field
 from hf_triton_gateway.http.hints import pass_over
 from hf_triton_gateway.triton.triton_messages import TEXT_GENERATION
 
@@ -69,7 +69,7 @@ PASSED_ON: Final[Mapping[str, str]] = {
     "guided_decoding": "guided_decoding",
     BEAM_SEARCH: BEAM_SEARCH,
 }
-"""As SAMPLING, of fields that are declared here."""
+"""The names of parameters whose fields are declared here, and ours."""
 CLIENT_NAMES: Final[Mapping[str, str]] = {
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
@@ -81,11 +81,11 @@ CLIENT_NAMES: Final[Mapping[str, str]] = {
 MAX_TOP_LOGPROBS: Final = 20
 
 MAX_TEXTS: Final = 10_000
-"""Of one request."""
+"""One request has no more."""
 MAX_PROMPTS: Final = 1024
 """Prompts of token ids in one request: each is a request to Triton."""
 MAX_ITEMS: Final = 1024
-"""Of a list that says nothing else."""
+"""Lists that say nothing else have no more items."""
 Messages = Annotated[list[dict[str, Any]], annotated_types.MinLen(1), annotated_types.MaxLen(MAX_MESSAGES)]
 Tools = Annotated[list[dict[str, Any]], annotated_types.MaxLen(MAX_TOOLS)]
 StopStrings = Annotated[list[str], annotated_types.MaxLen(MAX_STOP_STRINGS)]
@@ -183,11 +183,7 @@ class Ignored:
     """Whether a value that asks for something changes no answer: it is passed over, and the response names it."""
 
     def check(self, name: str, value: object) -> None:
-        """Pass a value over, or refuse it.
-
-        Raises:
-            ApiError: It would change the answer.
-        """
+        """Pass a value over, or refuse it."""
         if self.values is None or any(value is one or value == one for one in (*NOTHING, *self.values)):
             return
         if self.is_hint:
@@ -205,7 +201,7 @@ class Ignored:
 OFF: Final = "is a way of sampling that is always off"
 HINT: Final = Ignored(is_hint=True)
 ONE_TIER: Final = Ignored(("auto", "default", "standard_only"), is_hint=True)
-"""Of `service_tier`: there is one here."""
+"""The rule of `service_tier`: there is one here."""
 IGNORED: Final[Mapping[str, Ignored]] = {
     **dict.fromkeys(("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"), HINT),
     **dict.fromkeys(("prompt_cache_options", "cache_prompt", "prediction", "web_search_options"), HINT),
@@ -351,12 +347,7 @@ class Fields(BaseModel):
         return self._words.get(name, name)
 
     def names_of(self, names: Mapping[str, str | None], **more: Any) -> ClientNames:
-        """Names for error messages, as this request spells its fields.
-
-        Args:
-            names: By our name of a field or parameter, the field of this body.
-            **more: Other arguments of `ClientNames`.
-        """
+        """Names for error messages, as this request spells its fields; `names` are the body's fields by our names."""
         words = {own: name and self.word(name) for own, name in names.items()}
         fields = {*type(self).known(), *map(head_of, self._words.values())}
         return ClientNames({**self._words, **words}, fields, **more)
@@ -472,12 +463,19 @@ class GenerationFields(Fields, SamplingFields):
             self.includes_usage and self.stream_options is not None and bool(self.stream_options.get(CONTINUOUS_USAGE))
         )
 
-    def sampling_parameters(self) -> dict[str, object]:
-        """The sampling parameters that are given, by our names.
+    @property
+    def token_outputs(self) -> tuple[str, ...]:
+        """The outputs of token ids that the answer is made of."""
+        if self.return_token_ids:
+            return "token_ids", "prompt_token_ids"
+        return ("token_ids",) if self.counts_continuously else ()
 
-        Raises:
-            ApiError: Two fields contradict each other.
-        """
+    def chunk_head(self, head: dict[str, Any]) -> dict[str, Any]:
+        """What a stream's chunks begin with: where only its end has usage, theirs is null."""
+        return head if self.counts_continuously or not self.includes_usage else head | {"usage": None}
+
+    def sampling_parameters(self) -> dict[str, object]:
+        """The sampling parameters that are given, by our names."""
         self._check_stream_options()
         given: dict[str, object] = {}
         for name, own in (*SAMPLING.items(), *PASSED_ON.items()):

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-from hf_triton_gateway.http.errors import ApiError
+from hf_triton_gateway.http.api_errors import ApiError
 
 Item = TypeVar("Item")
 

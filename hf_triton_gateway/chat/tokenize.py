@@ -16,15 +16,15 @@ from hf_triton.errors import clip
 from hf_triton.protocol.custom_tools import hosted_type
 from hf_triton.protocol.names import JSON_OUTPUT
 from hf_triton.protocol.tokenizer_request import TOKENIZER_REQUEST
+from hf_triton_gateway.app_state import gateway_of, request_id_of
 from hf_triton_gateway.chat.answers import json_output, text_of
-from hf_triton_gateway.chat.chat import prefix_of
+from hf_triton_gateway.chat.chat_completions import prefix_of
 from hf_triton_gateway.chat.fields import Fields, Messages, TokenIds, Tools
 from hf_triton_gateway.encoders.encoders import NUM_TOKENS
-from hf_triton_gateway.gateway import gateway_of, request_id_of
+from hf_triton_gateway.http.api_errors import ApiError
 from hf_triton_gateway.http.bodies import ANY_TASK, JsonRoute, beside_loop, json_response
 from hf_triton_gateway.http.client_names import ClientNames
 from hf_triton_gateway.http.disconnect import run_while_connected
-from hf_triton_gateway.http.errors import ApiError
 from hf_triton_gateway.http.hints import pass_over
 from hf_triton_gateway.triton.triton_messages import TEXT_GENERATION, Folder, Generation, Outputs, TextRequest, size_of
 
@@ -131,11 +131,7 @@ async def tokenizer_info(request: Request, model: str | None = None) -> Response
 async def _ask_tokenizer(
     request: Request, model: str, folder: Folder, asked: Mapping[str, object], names: Mapping[str, str] | None = None
 ) -> Outputs:
-    """What a model's tokenizer answers, see `hf_triton.protocol.tokenizer_request`.
-
-    Raises:
-        ApiError: Its process does not know such questions, or refuses this one.
-    """
+    """What a model's tokenizer answers, see `hf_triton.protocol.tokenizer_request`."""
     if folder.task is None or not {JSON_OUTPUT, NUM_TOKENS} <= folder.outputs:
         message = f"the model {clip(model)} is of another library, whose tokenizer cannot be asked"
         raise ApiError(400, message, param="model", code="unsupported_parameter")

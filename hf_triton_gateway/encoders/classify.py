@@ -11,11 +11,19 @@ from fastapi.responses import Response
 
 from hf_triton.protocol.task_declaration import IMAGE
 from hf_triton_gateway.chat.fields import Texts, TokenIds, TokenLists
-from hf_triton_gateway.encoders.encoders import EncoderFields
-from hf_triton_gateway.encoders.images import Found, ImageRoute, Parts, encode_items, read_items, rows_of, size_of_found
-from hf_triton_gateway.encoders.scores import SCORE, response_head
+from hf_triton_gateway.encoders.encoders import EncoderFields, response_head
+from hf_triton_gateway.encoders.image_items import (
+    ImageRoute,
+    ItemOutputs,
+    Parts,
+    encode_items,
+    item_rows,
+    read_items,
+    size_of_items,
+)
+from hf_triton_gateway.encoders.reranking import SCORE
+from hf_triton_gateway.http.api_errors import RESPONSES, ApiError
 from hf_triton_gateway.http.bodies import beside_loop, json_response
-from hf_triton_gateway.http.errors import RESPONSES, ApiError
 from hf_triton_gateway.triton.triton_messages import CLASSIFICATION, IMAGE_CLASSIFICATION
 
 router = APIRouter(route_class=ImageRoute)
@@ -45,11 +53,11 @@ async def classify(body: ClassifyRequest, request: Request) -> Response:
     task = IMAGE_CLASSIFICATION if IMAGE in items else CLASSIFICATION
     found = await encode_items(request, body, task, items, OUTPUTS, {"top_k": body.top_k})
     head = response_head(body, request, "classify")
-    return await json_response(size_of_found(found), _answer, body, head, found)
+    return await json_response(size_of_items(found), _answer, body, head, found)
 
 
-def _answer(body: ClassifyRequest, head: dict[str, Any], found: Found) -> dict[str, Any]:
-    rows, usage = rows_of(found, OUTPUTS)
+def _answer(body: ClassifyRequest, head: dict[str, Any], found: ItemOutputs) -> dict[str, Any]:
+    rows, usage = item_rows(found, OUTPUTS)
     data = []
     for index, row in enumerate(rows):
         labels, scores, probs = row["label"], row[SCORE], row[ALL_SCORES]

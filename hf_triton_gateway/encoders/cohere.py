@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import base64
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal
 
@@ -13,13 +11,13 @@ import numpy as np
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from hf_triton_gateway.app_state import request_id_of
 from hf_triton_gateway.chat.conversation import parse_at
 from hf_triton_gateway.chat.fields import MAX_TEXTS, Fields, Texts
-from hf_triton_gateway.encoders.encoders import EncoderFields, encode, text_list, usage_of
-from hf_triton_gateway.encoders.scores import RerankRequest, ranked
-from hf_triton_gateway.gateway import request_id_of
+from hf_triton_gateway.encoders.encoders import EncoderFields, as_base64, encode, rows_of, text_list, usage_of
+from hf_triton_gateway.encoders.reranking import RerankRequest, ranked
+from hf_triton_gateway.http.api_errors import COHERE_RESPONSES, ApiError
 from hf_triton_gateway.http.bodies import JsonRoute, beside_loop, json_response
-from hf_triton_gateway.http.errors import COHERE_RESPONSES, ApiError
 from hf_triton_gateway.triton.triton_messages import EMBEDDING, EMBEDDINGS, Outputs, size_of
 
 router = APIRouter(route_class=JsonRoute)
@@ -29,7 +27,7 @@ PROMPTS: Final[Mapping[str, tuple[str | None, ...]]] = {
     "classification": ("classification", None),
     "clustering": ("clustering", None),
 }
-"""By type of input, names of the model's prompts: the first that the model has stands before the texts."""
+"""The names of the model's prompts for each type of input; the first that the model has stands before the texts."""
 Vectors = Sequence[Sequence[float]]
 
 
@@ -62,7 +60,7 @@ class EmbedRequest(EncoderFields):
     above 0, as int8 and as uint8."""
 
     output_dimension: Annotated[int, annotated_types.Ge(1), annotated_types.Le(2**31 - 1)] | None = None
-    """To how many dimensions a vector is cut; for models that were trained so."""
+    """Vectors are cut to this many dimensions; for models that were trained so."""
 
     truncate: bool | Literal["NONE", "START", "END"] | None = "END"
     """Whether a text that is longer than the model's context is cut at its START or its END, or refused (NONE)."""
@@ -77,8 +75,7 @@ async def embed(body: EmbedRequest, request: Request) -> Response:
 
 
 def _answer(body: EmbedRequest, request_id: str, texts: list[str], outputs: Outputs) -> dict[str, Any]:
-    width = len(outputs[EMBEDDING]) // len(texts)
-    vectors = [outputs[EMBEDDING][start : start + width] for start in range(0, len(outputs[EMBEDDING]), width)]
+    vectors = rows_of(outputs[EMBEDDING], len(texts))
     kinds = body.embedding_types or ["float"]
     return {
         "id": f"embd-{request_id}",
@@ -125,11 +122,11 @@ def _bits(vectors: Vectors) -> Any:
 
 FORMS: Final[Mapping[str, Callable[[Vectors], Any]]] = {
     "float": lambda vectors: vectors,
-    "base64": lambda vectors: [base64.b64encode(struct.pack(f"<{len(each)}f", *each)).decode() for each in vectors],
+    "base64": lambda vectors: [*map(as_base64, vectors)],
     "binary": lambda vectors: (_bits(vectors).astype(np.int16) - 128).tolist(),
     "ubinary": lambda vectors: _bits(vectors).tolist(),
 }
-"""By type, the vectors in it; bits as sentence-transformers packs them."""
+"""What writes vectors as a type; bits are packed as in sentence-transformers."""
 
 
 @router.post("/v2/rerank", responses=COHERE_RESPONSES, response_model=dict[str, Any])

@@ -3,21 +3,26 @@
 
 from __future__ import annotations
 
-import base64
-import struct
-from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import annotated_types
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from hf_triton_gateway.app_state import request_id_of
 from hf_triton_gateway.chat.fields import Texts, TokenIds, TokenLists
-from hf_triton_gateway.encoders.encoders import EncoderFields
-from hf_triton_gateway.encoders.images import Found, ImageRoute, Parts, encode_items, read_items, rows_of, size_of_found
-from hf_triton_gateway.gateway import request_id_of
+from hf_triton_gateway.encoders.encoders import EncoderFields, as_base64
+from hf_triton_gateway.encoders.image_items import (
+    ImageRoute,
+    ItemOutputs,
+    Parts,
+    encode_items,
+    item_rows,
+    read_items,
+    size_of_items,
+)
+from hf_triton_gateway.http.api_errors import RESPONSES, ApiError
 from hf_triton_gateway.http.bodies import beside_loop, json_response
-from hf_triton_gateway.http.errors import RESPONSES, ApiError
 from hf_triton_gateway.triton.triton_messages import EMBEDDING, EMBEDDINGS
 
 router = APIRouter(route_class=ImageRoute)
@@ -36,7 +41,7 @@ class EmbeddingRequest(EncoderFields):
     """`base64` gives each vector as the bytes of its float32 numbers, little-endian."""
 
     dimensions: Annotated[int, annotated_types.Ge(1), annotated_types.Le(2**31 - 1)] | None = None
-    """To how many dimensions a vector is cut; for models that were trained so."""
+    """Vectors are cut to this many dimensions; for models that were trained so."""
 
     prompt_name: str | None = None
     """Name of the prompt that the model puts before each text, such as `query`."""
@@ -45,14 +50,10 @@ class EmbeddingRequest(EncoderFields):
     """Whether a vector has length 1. By default as the model says."""
 
     messages: Annotated[list[dict[str, Any]], annotated_types.MaxLen(1)] | None = None
-    """In place of `input`, vLLM's form: one message whose content is one text or one part."""
+    """vLLM's form of `input`: one message whose content is one text or one part."""
 
     def given_input(self) -> tuple[str, Any]:
-        """The input, or what stands in its place, behind the name of its field.
-
-        Raises:
-            ApiError: There is none, or several.
-        """
+        """The input, or what stands in its place, behind the name of its field."""
         if self.input is not None and self.messages is None:
             return "input", self.input
         match self.messages if self.input is None else ():
@@ -73,25 +74,13 @@ async def create_embeddings(body: EmbeddingRequest, request: Request) -> Respons
     field, given = body.given_input()
     items = await beside_loop(request, read_items, field, given)
     found = await encode_items(request, body, EMBEDDINGS, items, [EMBEDDING], parameters, field)
-    return await json_response(size_of_found(found), _answer, body, request_id_of(request), found)
+    return await json_response(size_of_items(found), _answer, body, request_id_of(request), found)
 
 
-def _answer(body: EmbeddingRequest, request_id: str, found: Found) -> dict[str, Any]:
-    rows, usage = rows_of(found, [EMBEDDING])
+def _answer(body: EmbeddingRequest, request_id: str, found: ItemOutputs) -> dict[str, Any]:
+    rows, usage = item_rows(found, [EMBEDDING])
+    encoded = list if body.encoding_format == "float" else as_base64
     data = [
-        {"object": "embedding", "index": index, "embedding": _encoded(row[EMBEDDING], body.encoding_format)}
-        for index, row in enumerate(rows)
+        {"object": "embedding", "index": index, "embedding": encoded(row[EMBEDDING])} for index, row in enumerate(rows)
     ]
-    return {
-        "object": "list",
-        "id": f"embd-{request_id}",
-        "model": body.model,
-        "data": data,
-        "usage": usage,
-    }
-
-
-def _encoded(vector: Sequence[float], encoding: str) -> Sequence[float] | str:
-    if encoding == "float":
-        return vector
-    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+    return {"object": "list", "id": f"embd-{request_id}", "model": body.model, "data": data, "usage": usage}

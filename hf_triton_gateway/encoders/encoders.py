@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import dataclasses
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal
 
@@ -15,12 +17,13 @@ from pydantic_core import to_json
 
 from hf_triton.protocol.task_declaration import TOKEN_IDS
 from hf_triton.sentence import param
+from hf_triton_gateway.app_state import Gateway, gateway_of, request_id_of
+from hf_triton_gateway.chat import answers
 from hf_triton_gateway.chat.fields import Fields
 from hf_triton_gateway.chat.merge import all_results
-from hf_triton_gateway.gateway import Gateway, gateway_of, request_id_of
+from hf_triton_gateway.http.api_errors import ApiError
 from hf_triton_gateway.http.bodies import beside
 from hf_triton_gateway.http.disconnect import run_while_connected
-from hf_triton_gateway.http.errors import ApiError
 from hf_triton_gateway.triton.triton_messages import LORA_NAME, Folder, Outputs, TextRequest, adapter_name, size_of
 
 BATCH_SIZE: Final = 128
@@ -29,7 +32,7 @@ MAX_SIDE_BY_SIDE: Final = 2
 """Requests of one client to Triton at a time: the next one is there when a pass ends, and others get their turn."""
 NUM_TOKENS: Final = "num_input_tokens"
 SIDES: Final[Mapping[str, Literal["left", "right"]]] = {"START": "left", "END": "right"}
-"""Where Cohere's words cut."""
+"""The sides where Cohere's words cut."""
 
 
 def _lower(value: object) -> object:
@@ -50,21 +53,17 @@ class EncoderFields(Fields):
     say where, too: `START` or `END`; `NONE` is false."""
 
     truncation_side: Annotated[Literal["left", "right"], BeforeValidator(_lower)] | None = None
-    """Where a text is cut: `left`, at its start, or `right`, at its end. By default as the tokenizer says, mostly
+    """The side where a text is cut: `left`, its start, or `right`, its end. By default as the tokenizer says, mostly
     `right`."""
 
     truncate_prompt_tokens: Annotated[int, annotated_types.Ge(-1), annotated_types.Le(2**31 - 1)] | None = None
-    """To how many tokens a longer text is cut, special tokens included; -1 is the model's context."""
+    """Longer texts are cut to this many tokens, special tokens included; -1 is the model's context."""
 
     lora_name: str | None = None
     """Name of a LoRA adapter of the model. By default the one behind a colon in `model`, if there is one."""
 
     def cutting(self) -> dict[str, bool | int | str | None]:
-        """How texts are cut, in the names of encoders' parameters.
-
-        Raises:
-            ApiError: Two fields contradict each other.
-        """
+        """How texts are cut, in the names of encoders' parameters."""
         truncate, side = self.truncate, self.truncation_side
         if isinstance(truncate, str):
             own_side = SIDES.get(truncate)
@@ -72,11 +71,7 @@ class EncoderFields(Fields):
                 message = f"{param('truncate')} {truncate} and {param('truncation_side')} {side} contradict each other"
                 raise ApiError(400, message, param="truncate")
             truncate, side = own_side is not None, own_side or side
-        return {
-            "truncate": truncate,
-            "truncation_side": side,
-            "truncate_prompt_tokens": self.truncate_prompt_tokens,
-        }
+        return {"truncate": truncate, "truncation_side": side, "truncate_prompt_tokens": self.truncate_prompt_tokens}
 
 
 async def encode(
@@ -101,9 +96,6 @@ async def encode(
         parameters: Of the task; None is not sent.
         names: The client's names of the inputs.
         places: The client's numbers of the texts, or their places; empty: it sent one; None: as they are counted.
-
-    Raises:
-        ApiError: The request is refused, the model has another task, or the client has left.
     """
     gateway, longest = gateway_of(request), max(texts, key=lambda name: len(texts[name]))
     count = len(texts[longest])
@@ -146,7 +138,7 @@ def _batch_size(folder: Folder) -> int:
 
 
 def _num_side_by_side(folder: Folder, size: int) -> int:
-    """As many requests as do not refuse each other for what may wait in a folder."""
+    """The number of requests that do not refuse each other for what may wait in a folder."""
     max_waiting = _own_limit(folder, "max_waiting_prompts")
     return MAX_SIDE_BY_SIDE if max_waiting is None else max(1, min(MAX_SIDE_BY_SIDE, max_waiting // size))
 
@@ -180,12 +172,24 @@ def usage_of(outputs: Outputs) -> dict[str, int]:
     return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
 
 
-def text_list(name: str, value: str | Sequence[str]) -> list[str]:
-    """One text or several.
+def rows_of(values: list[Any], num_rows: int) -> list[list[Any]]:
+    """The values of each row, of as many for each."""
+    width = len(values) // num_rows
+    return [values[start : start + width] for start in range(0, len(values), width)]
 
-    Raises:
-        ApiError: There is none, or one is empty.
-    """
+
+def as_base64(vector: Sequence[float]) -> str:
+    """The bytes of a vector's float32 numbers, little-endian."""
+    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+
+
+def response_head(body: EncoderFields, request: Request, kind: str) -> dict[str, Any]:
+    """What the response to a request of a kind begins with."""
+    return answers.response_head(f"{kind}-{request_id_of(request)}", "list", body.model)
+
+
+def text_list(name: str, value: str | Sequence[str]) -> list[str]:
+    """One text or several, none of them empty."""
     texts = [value] if isinstance(value, str) else list(value)
     if not texts:
         raise ApiError(400, f"{name} is an empty list: give one text or more", param=name)
@@ -197,11 +201,7 @@ def text_list(name: str, value: str | Sequence[str]) -> list[str]:
 
 
 def texts_or_tokens(field: str, value: str | list[str] | list[int] | list[list[int]]) -> tuple[str, list[str]]:
-    """The name of a model's input, and its texts, or of each the JSON of its token ids.
-
-    Raises:
-        ApiError: There is no text, or one is empty.
-    """
+    """The name of a model's input, and its texts, or of each the JSON of its token ids, none of them empty."""
     given: Any = value
     if not given or isinstance(given, str) or isinstance(given[0], str):
         return "text", text_list(field, given)

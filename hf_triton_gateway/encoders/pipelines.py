@@ -17,15 +17,15 @@ from fastapi import APIRouter, Request, Response
 
 from hf_triton.errors import ERROR_FORM, clip
 from hf_triton.protocol.names import JSON_OUTPUT
-from hf_triton.protocol.options import BEFORE_INPUTS
+from hf_triton.protocol.request_options import BEFORE_INPUTS
 from hf_triton.protocol.task_declaration import AUDIO, IMAGE, TEXT
 from hf_triton.sentence import param
+from hf_triton_gateway.app_state import gateway_of
 from hf_triton_gateway.encoders import tei
 from hf_triton_gateway.encoders.encoders import EncoderFields, encode, text_list
-from hf_triton_gateway.encoders.images import ImageRoute
-from hf_triton_gateway.gateway import gateway_of
+from hf_triton_gateway.encoders.image_items import ImageRoute
+from hf_triton_gateway.http.api_errors import ApiError, unknown_field
 from hf_triton_gateway.http.bodies import ANY_TASK, beside_loop, json_response, named_model
-from hf_triton_gateway.http.errors import ApiError, unknown_field
 from hf_triton_gateway.triton.triton_messages import (
     CLASSIFICATION,
     EMBEDDINGS,
@@ -70,7 +70,7 @@ class PipelineRequest(EncoderFields):
     """A text or a file in base64, or a list of them; for question answering an object."""
 
     parameters: dict[str, Any] | None = None
-    """Those of the task."""
+    """The task's parameters."""
 
 
 @dataclass(frozen=True)
@@ -187,11 +187,7 @@ async def _encode(request: Request, asked: _Asked, outputs: Sequence[str], given
 
 
 def _value(name: str, value: Any) -> bool | int | float | str:
-    """A parameter as Triton's requests have it; lists and objects are JSON text.
-
-    Raises:
-        ApiError: It is not the task's, or no value that Triton knows.
-    """
+    """A parameter as Triton's requests have it; lists and objects are JSON text."""
     place = f"parameters.{name}"
     if name in RESERVED:
         raise unknown_field(place, ())

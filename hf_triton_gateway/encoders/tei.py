@@ -13,13 +13,13 @@ from fastapi import APIRouter, Request, Response
 
 from hf_triton import __version__
 from hf_triton.protocol.names import JSON_OUTPUT
+from hf_triton_gateway.app_state import gateway_of
 from hf_triton_gateway.chat.conversation import parse_at
 from hf_triton_gateway.chat.fields import MAX_TEXTS, Fields, Texts, TokenIds, TokenLists
-from hf_triton_gateway.encoders.encoders import EncoderFields, encode, text_list, texts_or_tokens
-from hf_triton_gateway.encoders.scores import SCORE, Documents, RerankRequest, ScoringFields, rerank
-from hf_triton_gateway.gateway import gateway_of
+from hf_triton_gateway.encoders.encoders import EncoderFields, encode, rows_of, text_list, texts_or_tokens
+from hf_triton_gateway.encoders.reranking import SCORE, Documents, RerankRequest, ScoringFields, rerank
+from hf_triton_gateway.http.api_errors import TEI_PATHS, TEI_RESPONSES, ApiError
 from hf_triton_gateway.http.bodies import JsonRoute, beside, beside_loop, json_response
-from hf_triton_gateway.http.errors import TEI_PATHS, TEI_RESPONSES, ApiError
 from hf_triton_gateway.triton.triton_messages import (
     CLASSIFICATION,
     EMBEDDING,
@@ -60,7 +60,7 @@ class EmbedRequest(EncoderFields):
     """Name of the prompt that the model puts before each text, such as `query`."""
 
     dimensions: Annotated[int, annotated_types.Ge(1), annotated_types.Le(2**31 - 1)] | None = None
-    """To how many dimensions a vector is cut; for models that were trained so."""
+    """Vectors are cut to this many dimensions; for models that were trained so."""
 
 
 class EmbedAllRequest(EncoderFields):
@@ -112,7 +112,7 @@ class RankRequest(ScoringFields):
     """Whether the ranks hold the texts."""
 
     documents: Documents | None = None
-    """In place of `texts`: the request has the form of `/v1/rerank`."""
+    """Stands in place of `texts`: the request has the form of `/v1/rerank`."""
 
     top_n: int | None = None
     return_documents: bool | None = None
@@ -140,7 +140,7 @@ async def embed(body: EmbedRequest, request: Request) -> Response:
     outputs = await encode(
         request, body, EMBEDDINGS, {name: texts}, [EMBEDDING], parameters=parameters, names={name: "inputs"}
     )
-    return await json_response(size_of(outputs), _rows, outputs[EMBEDDING], len(texts))
+    return await json_response(size_of(outputs), rows_of, outputs[EMBEDDING], len(texts))
 
 
 @router.post("/embed_all", responses=TEI_RESPONSES, response_model=list[list[list[float]]])
@@ -187,7 +187,7 @@ async def similarity(body: SimilarityRequest, request: Request) -> Response:
 
 
 def _cosines(outputs: Outputs, num_texts: int) -> list[float]:
-    *vectors, source = map(np.array, _rows(outputs[EMBEDDING], num_texts))
+    *vectors, source = map(np.array, rows_of(outputs[EMBEDDING], num_texts))
     return [float(vector @ source) for vector in vectors]
 
 
@@ -222,18 +222,14 @@ async def predict(body: PredictRequest, request: Request) -> Response:
 
 def predictions(outputs: Outputs, num_rows: int) -> list[list[dict[str, Any]]]:
     """The labels of each row with their scores, the best first."""
-    labels, scores = (_rows(outputs[name], num_rows) for name in ALL)
+    labels, scores = (rows_of(outputs[name], num_rows) for name in ALL)
     pairs = (zip(*row, strict=True) for row in zip(scores, labels, strict=True))
     ranked = (sorted(row, key=lambda pair: -pair[0]) for row in pairs)
     return [[{"score": score, "label": label} for score, label in row] for row in ranked]
 
 
 def _pairs(inputs: str | Sequence[str | list[str]]) -> tuple[list[list[str]], bool]:
-    """The texts or pairs of a request, and whether they are a batch.
-
-    Raises:
-        ApiError: They are something else.
-    """
+    """The texts or pairs of a request, and whether they are a batch."""
     if isinstance(inputs, str):
         inputs = [inputs]
     is_batch = bool(inputs) and not any(isinstance(entry, str) for entry in inputs)
@@ -296,9 +292,3 @@ async def _model(request: Request, name: str) -> Model:
         if served.name == name:
             return served
     raise await models.missing(name)
-
-
-def _rows(values: list[Any], num_rows: int) -> list[list[Any]]:
-    """The values of each row, of as many for each."""
-    width = len(values) // num_rows
-    return [values[start : start + width] for start in range(0, len(values), width)]

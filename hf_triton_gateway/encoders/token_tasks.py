@@ -16,12 +16,10 @@ from fastapi.responses import Response
 
 from hf_triton.protocol.names import JSON_OUTPUT
 from hf_triton.protocol.task_declaration import MAX_FILLS
-from hf_triton_gateway.chat.answers import now_s
 from hf_triton_gateway.chat.fields import Texts
-from hf_triton_gateway.encoders.encoders import EncoderFields, encode, text_list
-from hf_triton_gateway.gateway import request_id_of
+from hf_triton_gateway.encoders.encoders import EncoderFields, encode, response_head, text_list
+from hf_triton_gateway.http.api_errors import RESPONSES
 from hf_triton_gateway.http.bodies import JsonRoute, json_response
-from hf_triton_gateway.http.errors import RESPONSES
 from hf_triton_gateway.triton.triton_messages import FILL_MASK, TOKEN_CLASSIFICATION, size_of
 
 router = APIRouter(route_class=JsonRoute)
@@ -40,7 +38,7 @@ class TokenClassificationRequest(_TextRequest):
     task_of_model: ClassVar[str | None] = TOKEN_CLASSIFICATION
 
     aggregation_strategy: Literal["none", "simple", "first", "average", "max"] | None = None
-    """As in transformers' pipeline. `none` gives each token, and is the default."""
+    """The strategy of transformers' pipeline. `none` gives each token, and is the default."""
 
 
 class FillMaskRequest(_TextRequest):
@@ -69,7 +67,7 @@ async def fill_mask(body: FillMaskRequest, request: Request) -> Response:
 async def _answer(body: _TextRequest, request: Request, task: str, name: str, **parameters: Any) -> Response:
     texts = {TEXT: text_list("input", body.input)}
     outputs = await encode(request, body, task, texts, [JSON_OUTPUT], parameters=parameters, names={TEXT: "input"})
-    head = {"id": f"{task}-{request_id_of(request)}", "object": "list", "created": now_s(), "model": body.model}
+    head = response_head(body, request, task)
 
     def build() -> dict[str, Any]:
         results = map(json.loads, outputs[JSON_OUTPUT])

@@ -12,7 +12,6 @@ from hf_triton_gateway.http.page import FOLDER, PageFiles
 
 
 def mount_api_page(app: FastAPI) -> None:
-    """Add the page to a gateway."""
     package = importlib.util.find_spec("fastapi_offline")
     assert package is not None
     assert package.origin is not None

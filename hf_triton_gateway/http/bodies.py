@@ -23,13 +23,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope
 
-from hf_triton_gateway.http.errors import ApiError, too_large
+from hf_triton_gateway.http.api_errors import ApiError, too_large
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 MAX_JSON_BYTES: Final = 4 << 20
-"""Of a chat, or of texts."""
+"""A chat's body, or one of texts, has no more."""
 MAX_VALUES: Final = 1 << 19
 """Values in a body, such as token ids: parsing them takes 50 ms."""
 MAX_CONTAINERS: Final = 1 << 16
@@ -41,9 +41,9 @@ JSON_DEPTH: Final = 5
 UNNAMED: Final = (None, "", "dummy", "tgi")
 """Names of no model: absent, and what huggingface_hub and TGI's clients send to a server of one model."""
 ANY_TASK: Final = ""
-"""In place of a task that a model must do."""
+"""Stands for a task that any model does."""
 _THREADS: Final = RunVar[CapacityLimiter]("hf_triton_threads")
-"""Of one event loop: one thread, since with more, the loop would wait for each of them in turn."""
+"""An event loop has one thread: with more, it would wait for each of them in turn."""
 
 
 class JsonRoute(APIRoute):
@@ -63,14 +63,7 @@ class JsonRoute(APIRoute):
 
 
 class JsonRequest(Request):
-    """A request with a body of JSON.
-
-    Args:
-        scope: ASGI's.
-        receive: ASGI's.
-        max_body_bytes: Limit of the body.
-        model: The fields of the body.
-    """
+    """A request with a body of JSON: at most `max_body_bytes`, and the fields of `model`."""
 
     def __init__(self, scope: Scope, receive: Receive, max_body_bytes: int, model: type[BaseModel] | None) -> None:
         super().__init__(scope, receive)
@@ -78,11 +71,6 @@ class JsonRequest(Request):
         self._model = model
 
     async def body(self) -> bytes:
-        """The whole body.
-
-        Raises:
-            ApiError: It is too large, or the client leaves before its end.
-        """
         if not hasattr(self, "_body"):
             if int(self.headers.get("content-length", "0")) > self._max_body_bytes:
                 raise too_large(self._max_body_bytes)
@@ -101,15 +89,7 @@ class JsonRequest(Request):
 
 
 async def read_body(request: Request, max_body_bytes: int | None = None) -> bytes:
-    """The whole body of a request.
-
-    Args:
-        request: The request.
-        max_body_bytes: Limit of the body; None: that of the gateway.
-
-    Raises:
-        ApiError: It is too large, or the client leaves before its end.
-    """
+    """The whole body of a request, `max_body_bytes` at most; None: as many as the gateway takes."""
     pieces, num_bytes = [], 0
     try:
         async for piece in request.stream():
@@ -123,16 +103,7 @@ async def read_body(request: Request, max_body_bytes: int | None = None) -> byte
 
 
 async def named_model(request: Request, name: Any, task: str) -> Any:
-    """The model that a body names, else the query; the default, if that is none or a placeholder that is no model here.
-
-    Args:
-        request: The request.
-        name: Of the body.
-        task: What the model must do if it is not named, or ANY_TASK.
-
-    Raises:
-        ApiError: There is no default.
-    """
+    """The model that a body names, else the query; the default for none, and for a placeholder that is no model."""
     gateway = request.app.state.gateway
     for given in (name, request.query_params.get("model")):
         if given not in UNNAMED or (given and any(model.name == given for model in await gateway.models.models())):
@@ -155,14 +126,7 @@ async def beside_loop(
 async def beside(
     num_bytes: int, work: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
 ) -> Result:
-    """What `work` returns; if it has much to work on, it runs in a thread, so that others are served meanwhile.
-
-    Args:
-        num_bytes: About what it works on: body, conversation, outputs.
-        work: Called once.
-        args: Its own.
-        kwargs: Its own.
-    """
+    """What `work` returns; if it works on many bytes, it runs in a thread, so that others are served meanwhile."""
     if num_bytes <= LARGE_BYTES:
         return work(*args, **kwargs)
     try:
@@ -185,11 +149,7 @@ async def json_response(
 
 
 def write_json(value: object) -> bytes:
-    """A value as JSON, written in pieces. Infinity and NaN are null.
-
-    Raises:
-        ValueError: It holds half of a surrogate pair.
-    """
+    """A value as JSON, written in pieces. Infinity and NaN are null; half of a surrogate pair is a `ValueError`."""
     return b"".join(_pieces(value, JSON_DEPTH))
 
 
@@ -216,9 +176,6 @@ def check_counts(body: bytes) -> None:
 
     The commas, colons, brackets and braces outside strings bound their number. The whole body is looked at first: it
     nearly always has few of them.
-
-    Raises:
-        ApiError: It does.
     """
     if _has_few(body):
         return

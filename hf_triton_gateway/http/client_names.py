@@ -12,7 +12,7 @@ ELSEWHERE: Final = "a prompt to /v1/completions"
 """What chats call the text of a request that has no conversation."""
 _PATH: Final = re.compile(r"(\w+)(?:\[(\d+)\])?(.*)", re.DOTALL)
 _INNER: Final = re.compile(r"^\.(function|custom)\b")
-"""Where the chat's API has a tool's fields, and others have none."""
+"""The object in which the chat's API alone has a tool's fields."""
 
 
 @dataclass(frozen=True)
@@ -20,11 +20,11 @@ class ClientNames:
     """A client's names of ours; see `hf_triton.sentence.Names`."""
 
     names: Mapping[str, str | None] = field(default_factory=dict)
-    """By our name of a field or of a place in it; None: the client has no such field. Others have our names."""
+    """The client's name by ours, of a field or a place in it; None: it has no such field. Others have our names."""
     fields: Collection[str] | None = None
     """The fields that the client can send; None: any."""
     places: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """By field, where the client has its elements: `{"messages": ["system", "input[0]"]}`."""
+    """The places of a field's elements in the client's request: `{"messages": ["system", "input[0]"]}`."""
     rows: Sequence[int | str] = range(1 << 31)
     """The client's numbers of rows, or their places; empty: it sent one."""
     subject: str | None = None
@@ -75,4 +75,4 @@ def head_of(path: str) -> str:
 
 
 OWN_NAMES: Final = ClientNames()
-"""Those of a client that has ours."""
+"""The names of a client that has ours."""

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from starlette.types import Receive
 
-from hf_triton_gateway.http.errors import ApiError
+from hf_triton_gateway.http.api_errors import ApiError
 
 Result = TypeVar("Result")
 

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from hf_triton_gateway.gateway import gateway_of
+from hf_triton_gateway.app_state import gateway_of
 
 router = APIRouter()
 HEALTH: Final = "/health"

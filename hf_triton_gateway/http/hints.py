@@ -16,7 +16,7 @@ from typing import Final
 LOG: Final = logging.getLogger("hf_triton_gateway")
 HEADER: Final = "x-hf-triton-ignored"
 MAX_NAMES: Final = 32
-"""Of one response's header."""
+"""One response's header has no more."""
 MAX_LOGGED: Final = 256
 """Names that are logged, one line each."""
 OTHER: Final = "(another name)"

@@ -12,7 +12,7 @@ from typing import Final
 import anyio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from hf_triton_gateway.http.errors import gateway_stops
+from hf_triton_gateway.http.api_errors import gateway_stops
 
 WITHOUT_V1: Final = ("/chat/completions", "/completions", "/embeddings", "/models", "/responses")
 """What llama.cpp and infinity serve with and without /v1: a client's base URL may lack it."""
@@ -29,7 +29,6 @@ class HttpRules:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

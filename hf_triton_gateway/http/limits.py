@@ -7,8 +7,8 @@ from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from hf_triton_gateway.config import GatewayConfig
-from hf_triton_gateway.http.errors import ApiError, too_large
+from hf_triton_gateway.gateway_config import GatewayConfig
+from hf_triton_gateway.http.api_errors import ApiError, too_large
 from hf_triton_gateway.http.health import CHECK_PATHS
 
 UNLIMITED: Final = (*CHECK_PATHS, "/metrics")
@@ -30,7 +30,6 @@ class Limits:
         self._num_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse it."""
         if scope["type"] != "http" or scope["path"] in UNLIMITED:
             await self._app(scope, receive, send)
             return

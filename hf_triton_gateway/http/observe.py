@@ -16,9 +16,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hf_triton.errors import clip, where
 from hf_triton_gateway.http import hints
-from hf_triton_gateway.http.errors import ApiError
-from hf_triton_gateway.http.metrics import Metrics
-from hf_triton_gateway.http.tracing import GatewayTracer
+from hf_triton_gateway.http.api_errors import ApiError
+from hf_triton_gateway.http.gateway_metrics import Metrics
+from hf_triton_gateway.http.gateway_tracer import GatewayTracer
 
 LOG: Final = logging.getLogger("hf_triton_gateway")
 REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9_.:-]{1,128}")
@@ -28,14 +28,7 @@ CLIENT_LEFT: Final = 499
 
 
 class Observe:
-    """ASGI middleware, the outermost: whatever happens inside, the request is answered, counted and logged.
-
-    Args:
-        app: What is inside.
-        metrics: The gateway's.
-        tracer: Likewise.
-        routes: The endpoints.
-    """
+    """ASGI middleware, the outermost: whatever happens inside, the request is answered, counted and logged."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, tracer: GatewayTracer, routes: Sequence[BaseRoute] = ()) -> None:
         self._app = app
@@ -44,7 +37,6 @@ class Observe:
         self._tracer = tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

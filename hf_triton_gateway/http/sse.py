@@ -14,10 +14,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from hf_triton_gateway.gateway import gateway_of
+from hf_triton_gateway.app_state import gateway_of
+from hf_triton_gateway.http.api_errors import ApiError, gateway_stops
 from hf_triton_gateway.http.bodies import write_json
 from hf_triton_gateway.http.disconnect import run_while_connected
-from hf_triton_gateway.http.errors import ApiError, gateway_stops
 
 DONE: Final = b"data: [DONE]\n\n"
 RESPONSES: Final[dict[int | str, dict[str, Any]]] = {
@@ -73,7 +73,6 @@ class EventStream(Response):
         self._error_prefix = b"event: error\n" if name_errors else b""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events."""
         try:
             await run_while_connected(receive, self._send_all(scope, send))
         except ApiError:
@@ -102,7 +101,6 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_error(self, scope: Scope, send: Send, error: ApiError) -> None:
-        """Send the last event."""
         data = self._error_prefix + event(error.body(scope["path"]))
         await send({"type": "http.response.body", "body": data, "more_body": False})
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from hf_triton.errors import SettingsError
-from hf_triton_gateway.config import GatewayConfig
+from hf_triton_gateway.gateway_config import GatewayConfig
 
 LOG: Final = logging.getLogger("hf_triton_gateway")
 CHECK_EVERY_S: Final = 1.0
@@ -20,11 +20,7 @@ MISMATCH: Final = "KEY_VALUES_MISMATCH"
 
 
 def read_certificates(path: Path, name: str) -> bytes:
-    """Certificates of authorities, in PEM.
-
-    Raises:
-        SettingsError: The file cannot be read, or holds none.
-    """
+    """Certificates of authorities, in PEM."""
     data = _read(path, name)
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=data.decode("ascii", "replace"))
@@ -40,9 +36,6 @@ def read_chain(context: ssl.SSLContext, files: tuple[Path, Path], names: tuple[s
         context: TLS of the side that shows the certificate.
         files: The certificate's, which may have those between it and its authority behind it; the key's.
         names: The files' settings, for errors.
-
-    Raises:
-        SettingsError: One of them cannot be read, or they are no certificate and its key.
     """
     certificate, key = (_read(path, name) for path, name in zip(files, names, strict=True))
     both = f"{names[0]} {files[0]} and {names[1]} {files[1]}"
@@ -65,14 +58,7 @@ def _read(path: Path, name: str) -> bytes:
 
 
 class ServerCertificate:
-    """The gateway's certificate. A new one serves the connections that come after it; a wrong one changes nothing.
-
-    Args:
-        config: Names the files.
-
-    Raises:
-        SettingsError: They are no certificate and its key.
-    """
+    """The gateway's certificate. A new one serves the connections that come after it; a wrong one changes nothing."""
 
     def __init__(self, config: GatewayConfig) -> None:
         if config.ssl_certfile is None or config.ssl_keyfile is None:

@@ -20,11 +20,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hf_triton.errors import clip
 from hf_triton_gateway.chat.answers import json_output
-from hf_triton_gateway.http.errors import ApiError
+from hf_triton_gateway.http.api_errors import ApiError
 from hf_triton_gateway.triton.triton_messages import Generation, Outputs, TextRequest, base_name
 
 if TYPE_CHECKING:
-    from hf_triton_gateway.http.metrics import Metrics
+    from hf_triton_gateway.http.gateway_metrics import Metrics
     from hf_triton_gateway.keys.key_lines import Quota
 
 CACHE_SALT: Final = "cache_salt"
@@ -33,7 +33,7 @@ TOKENS: Final = "tokens"
 HEADERS: Final = tuple(
     f"x-ratelimit-{what}-{kind}" for kind in (REQUESTS, TOKENS) for what in ("limit", "remaining", "reset")
 )
-"""Of responses to keys with limits, as OpenAI names them."""
+"""The headers of responses to keys with limits, as OpenAI names them."""
 PERIODS_S: Final[Mapping[str, float]] = {
     "requests_per_minute": 60.0,
     "tokens_per_minute": 60.0,
@@ -48,11 +48,7 @@ CURRENT: Final[ContextVar[Account | None]] = ContextVar("hf_triton_account", def
 
 
 class Window:
-    """The use of one limit in periods, each of which begins with a use.
-
-    Args:
-        period_s: Length of a period, in seconds.
-    """
+    """The use of one limit in periods, each of which begins with a use."""
 
     def __init__(self, period_s: float) -> None:
         self._period_s = period_s
@@ -74,13 +70,7 @@ class Window:
 
 
 class Account:
-    """One API key: what it may use, and what it has used.
-
-    Args:
-        quota: What it may use.
-        metrics: Count what it uses.
-        key: Of which a digest is kept.
-    """
+    """One API key, of which a digest is kept: what it may use, and what it has used."""
 
     def __init__(self, quota: Quota, metrics: Metrics, key: bytes = b"") -> None:
         self._salt = hashlib.sha256(b"hf_triton cache salt\0" + key).digest()
@@ -172,7 +162,6 @@ class QuotaCheck:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or answer 429. Only requests with a body use anything."""
         account = CURRENT.get()
         if account is None or scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
@@ -191,11 +180,7 @@ class QuotaCheck:
 
 
 class Tally:
-    """Charges the tokens of one request to Triton to the current account, as its responses come.
-
-    Args:
-        request: What is asked of Triton.
-    """
+    """Charges the tokens of one request to Triton to the current account, as its responses come."""
 
     def __init__(self, request: Generation | TextRequest) -> None:
         self._account, self._num_prompts = CURRENT.get(), 0
@@ -249,11 +234,7 @@ def allows_model(name: str) -> bool:
 
 
 def check_model(name: str) -> None:
-    """Refuse a model that the key may not use.
-
-    Raises:
-        ApiError: It is one.
-    """
+    """Refuse a model that the key may not use."""
     if not allows_model(name):
         message = f"the model {clip(name)} does not exist, or this API key may not use it: see GET /v1/models"
         raise ApiError(404, message, param="model", code="model_not_found")

@@ -16,7 +16,7 @@ from hf_triton_gateway.triton.triton_messages import ADAPTER_MARK
 
 COMMENT: Final = re.compile(rb"(^|\s)#.*", re.DOTALL)
 EVERY_KEY: Final = b"*"
-"""In place of a key, on a line whose limits are those of every key that has none of its own."""
+"""Stands in place of a key on a line with the limits of every key that has none of its own."""
 UNLIMITED: Final = "none"
 NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
@@ -73,11 +73,7 @@ class Quota(BaseModel):
 
 
 def read_lines(lines: Iterable[bytes], file: str) -> dict[bytes, Quota]:
-    """The keys of a file, each with what it may ask for.
-
-    Raises:
-        KeyLineError: A line is wrong.
-    """
+    """The keys of a file, each with what it may ask for."""
     own: dict[bytes, dict[str, str | None]] = {}
     numbers: dict[bytes, int] = {}
     for number, line in enumerate(lines, 1):

@@ -17,9 +17,9 @@ from typing import Final
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hf_triton.errors import SettingsError
-from hf_triton_gateway.http.errors import ApiError
+from hf_triton_gateway.http.api_errors import ApiError
+from hf_triton_gateway.http.gateway_metrics import Metrics
 from hf_triton_gateway.http.health import CHECK_PATHS
-from hf_triton_gateway.http.metrics import Metrics
 from hf_triton_gateway.keys.accounts import CURRENT, Account
 from hf_triton_gateway.keys.key_lines import KeyLineError, Quota, read_lines
 
@@ -53,7 +53,7 @@ class ApiKeys:
         self._stamp = self._read_stamp()
         self._secret = secrets.token_bytes(32)
         self._accounts: dict[bytes, Account] = {}
-        """By the digest of the key."""
+        """The accounts by the digest of their keys."""
         self._take(self._read())
         self._problem = ""
         """Why no key is valid."""
@@ -63,7 +63,7 @@ class ApiKeys:
         return None if self._problem else self._accounts.get(self._digest(key))
 
     def _digest(self, key: bytes) -> bytes:
-        """Under a secret of this process: what a dictionary compares is nothing that a client can choose."""
+        """Digest a key under a secret of this process: a dictionary compares nothing that a client can choose."""
         return hmac.digest(self._secret, key, "sha256")
 
     def _take(self, keys: dict[bytes, Quota]) -> None:
@@ -142,7 +142,6 @@ class KeyCheck:
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or answer 401."""
         if scope["type"] == "http" and not _is_open(scope):
             account = self._keys.find(key_of(scope))
             CURRENT.set(account)

@@ -30,11 +30,7 @@ TIME_IS_UP: Final = object()
 
 
 class Calls:
-    """Inferences of one Triton. Belongs to one event loop.
-
-    Args:
-        stub: Triton's.
-    """
+    """Inferences of one Triton. Belongs to one event loop."""
 
     def __init__(self, stub: Any) -> None:
         self._stub = stub

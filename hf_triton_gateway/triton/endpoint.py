@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from hf_triton_gateway.config import TLS_SCHEME, TritonAddress
+from hf_triton_gateway.gateway_config import TLS_SCHEME, TritonAddress
 from hf_triton_gateway.http.tls import read_certificates, read_chain
 from hf_triton_gateway.triton import triton_words
 from hf_triton_gateway.triton.triton_headers import read_headers
@@ -57,15 +57,7 @@ class Endpoint:
 
     @classmethod
     def read(cls, address: TritonAddress, headers: Mapping[str, str] | None = None) -> Endpoint:
-        """The endpoint of an address, with its files read.
-
-        Args:
-            address: Names the files.
-            headers: More of them, which count before those of the file.
-
-        Raises:
-            SettingsError: A file cannot be read, or holds something else.
-        """
+        """The endpoint of an address, with its files read; `headers` count before those of its file."""
         file = address.triton_headers_file
         more = {} if file is None else read_headers(file)
         host_port = address.triton.removeprefix(TLS_SCHEME)
@@ -73,13 +65,12 @@ class Endpoint:
 
     @property
     def options(self) -> list[tuple[str, Any]]:
-        """Of a channel."""
         name = self.tls and self.tls.server_name
         return [*CHANNEL_OPTIONS, *([("grpc.ssl_target_name_override", name)] if name else [])]
 
     @property
     def credentials(self) -> grpc.ChannelCredentials | None:
-        """Of a channel; None: it is not encrypted."""
+        """The credentials of a channel; None: it is not encrypted."""
         import grpc
 
         if self.tls is None:
@@ -105,11 +96,7 @@ class Endpoint:
 
 
 async def wait_for_attempt(channel: grpc.aio.Channel) -> None:
-    """Wait for the next attempt of a channel that could not connect: until then calls fail, though Triton may be there.
-
-    Args:
-        channel: Of the running event loop.
-    """
+    """Wait for a channel's next attempt to connect: until then calls fail, though Triton may be there."""
     import grpc
 
     failed = grpc.ChannelConnectivity.TRANSIENT_FAILURE

@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 TIMEOUT_S: Final = 1.0
 """Limit of a call."""
 RETRY_S: Final = 30.0
-"""When a model that did not answer is asked again."""
+"""A model that did not answer is asked again after this time."""
 NUM_INPUT_TOKENS: Final = "num_input_tokens"
-"""With JSON_OUTPUT, an output that this library adds to every folder."""
+"""This library adds the output to every folder, with JSON_OUTPUT."""
 BYTES: Final[Mapping[str, int]] = {
     **dict.fromkeys(("BOOL", "INT8", "UINT8"), 1),
     **dict.fromkeys(("INT16", "UINT16", "FP16", "BF16"), 2),
     **dict.fromkeys(("INT32", "UINT32", "FP32", "BYTES"), 4),
     **dict.fromkeys(("INT64", "UINT64", "FP64"), 8),
 }
-"""Of a zero or an empty string, by datatype."""
+"""The bytes of a zero or an empty string, by datatype."""
 
 
 @dataclass(frozen=True)
@@ -40,16 +40,11 @@ class _Told:
     """The folder's config then."""
     info: ModelInfo | None
     until_s: float
-    """When the folder is asked again, by `time.monotonic()`."""
+    """The folder is asked again then, by `time.monotonic()`."""
 
 
 class ModelInfos:
-    """What models say they are. Belongs to one event loop.
-
-    Args:
-        calls: Of Triton, which end without gRPC's cancellation.
-        headers: Sent with each call.
-    """
+    """What models say they are. Belongs to one event loop."""
 
     def __init__(self, calls: Calls, headers: tuple[tuple[str, str], ...]) -> None:
         self._calls = calls
@@ -57,12 +52,7 @@ class ModelInfos:
         self._told: dict[str, _Told] = {}
 
     async def of(self, folder: Folder, config: Any) -> ModelInfo | None:
-        """What a folder's model is; asked once for each config, and again after `forget`. None: it does not say.
-
-        Args:
-            folder: The folder, which is ready.
-            config: Its completed `ModelConfig` message.
-        """
+        """What a folder's model is; asked once for each config, and again after `forget`. None: it does not say."""
         state, told = config.SerializeToString(deterministic=True), self._told.get(folder.name)
         if told is None or told.config != state or told.until_s < time.monotonic():
             request = None if folder.stream_of else info_request(folder.name, config)
@@ -94,12 +84,7 @@ class ModelInfos:
 
 
 def info_request(name: str, config: Any) -> Any:
-    """The gRPC message that asks what the model is; None for a folder of another library, which would compute.
-
-    Args:
-        name: The folder.
-        config: Its completed `ModelConfig` message.
-    """
+    """The gRPC message that asks what the model is; None for a folder of another library, which would compute."""
     if config.backend != "python" or not {port.name for port in config.output} >= {JSON_OUTPUT, NUM_INPUT_TOKENS}:
         return None
     message = service_pb2.ModelInferRequest(model_name=name)

@@ -21,10 +21,10 @@ from enum import Enum
 from typing import TYPE_CHECKING, Final, Protocol
 
 from hf_triton.errors import clip, where
-from hf_triton_gateway.http.errors import ApiError, model_not_found
+from hf_triton_gateway.http.api_errors import ApiError, model_not_found
 
 if TYPE_CHECKING:
-    from hf_triton_gateway.http.metrics import Metrics
+    from hf_triton_gateway.http.gateway_metrics import Metrics
 
 LOG: Final = logging.getLogger("hf_triton_gateway")
 TICK_S: Final = 0.25
@@ -34,14 +34,14 @@ POLL_S: Final = 1.0
 YIELD_S: Final = 10.0
 """A busy model that is waited out serves at least this long, or as long as its load took; then it is drained."""
 RETRY_S: Final = 5.0
-"""After a failed load, requests get its error for this long; after each further one, for twice as long."""
+"""Requests get the error of a failed load for this long; after each further one, for twice as long."""
 MAX_RETRY_S: Final = 600.0
 MAX_WAITING: Final = 512
 """Requests that wait for a load; more are refused."""
 
 
 class State(Enum):
-    """Of a model, as the gateway sees it."""
+    """A model's state, as the gateway sees it."""
 
     UNLOADED = "unloaded"
     LOADING = "loading"
@@ -61,7 +61,7 @@ class Activity:
     num_in_flight: int
     """Up to a second old; 0 if it is not known."""
     idle_s: float
-    """Since the last request began, in seconds; infinite if there was none."""
+    """Seconds since the last request began; infinite if there was none."""
 
 
 class Repository(Protocol):
@@ -74,7 +74,7 @@ class Repository(Protocol):
         """Each model, and whether it is loaded."""
 
     async def activity(self) -> Mapping[str, Activity]:
-        """Of the loaded models."""
+        """The activity of the loaded models."""
 
     async def load(self, name: str) -> None:
         """Load a model; return when it is ready."""
@@ -217,11 +217,7 @@ class OnDemand:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def names(self) -> Mapping[str, bool]:
-        """All models in the repository, and whether they are loaded.
-
-        Raises:
-            ApiError: Triton cannot be reached, or does not load models on demand.
-        """
+        """All models in the repository, and whether they are loaded."""
         if not self._names or self._clock() - self._looked_s > 2 * POLL_S:
             await asyncio.shield(self._look())
         loaded = {name for name, entry in self._entries.items() if entry.state in (State.READY, State.DRAINING)}
@@ -229,15 +225,7 @@ class OnDemand:
 
     @contextlib.asynccontextmanager
     async def in_use(self, name: str, timeout_s: float) -> AsyncIterator[Use]:
-        """Have a model loaded, and keep it loaded meanwhile.
-
-        Args:
-            name: The model's.
-            timeout_s: The request's time, in seconds.
-
-        Raises:
-            ApiError: There is no such model, it cannot be loaded, or not in time, or too many requests wait.
-        """
+        """Have a model loaded, and keep it loaded meanwhile."""
         start_s = self._clock()
         if name not in self._names:
             await asyncio.shield(self._look())
@@ -261,11 +249,7 @@ class OnDemand:
             self._wake.set()
 
     async def load_door(self, name: str) -> None:
-        """Load the stream door of a model in use, which another client has unloaded alone, or has not loaded with it.
-
-        Raises:
-            ApiError: It cannot be loaded, or could not a moment ago.
-        """
+        """Load the stream door of a model in use, which another client has unloaded alone, or not loaded."""
         until_s, failure = self._door_failures.get(name, (0.0, None))
         if failure is not None and (left_s := until_s - self._clock()) > 0:
             raise _copy(failure, left_s)

@@ -16,11 +16,11 @@ import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from hf_triton.errors import clip
-from hf_triton_gateway.http.errors import ApiError, load_reason, logged_reason
+from hf_triton_gateway.http.api_errors import ApiError, load_reason, logged_reason
 from hf_triton_gateway.triton.endpoint import Endpoint, wait_for_attempt
 from hf_triton_gateway.triton.on_demand import Activity
 from hf_triton_gateway.triton.triton_messages import DOOR_SUFFIX
-from hf_triton_gateway.triton.triton_models import CONTROL_TIMEOUT_S
+from hf_triton_gateway.triton.triton_models import CONTROL_TIMEOUT_S, call_failure, unreachable
 from hf_triton_gateway.triton.triton_words import says
 
 LOG: Final = logging.getLogger("hf_triton_gateway")
@@ -51,11 +51,7 @@ class TritonRepository:
         await self._channel.close()
 
     async def check(self) -> None:
-        """Check that Triton loads and unloads on request.
-
-        Raises:
-            ApiError: It does not, or cannot be reached.
-        """
+        """Check that Triton loads and unloads on request."""
         await wait_for_attempt(self._channel)
         request = service_pb2.RepositoryModelUnloadRequest(model_name="")  # refused or ignored, by the mode
         try:
@@ -88,7 +84,7 @@ class TritonRepository:
         return states
 
     async def activity(self) -> Mapping[str, Activity]:
-        """Of the loaded models, as Triton's statistics and the models' gauges say; empty if they are changing."""
+        """The activity of loaded models, by Triton's statistics and the models' gauges; empty if they are changing."""
         try:
             answer = await self._stub.ModelStatistics(
                 service_pb2.ModelStatisticsRequest(), timeout=CONTROL_TIMEOUT_S, metadata=self._headers
@@ -110,11 +106,7 @@ class TritonRepository:
         }
 
     async def load(self, name: str) -> None:
-        """Load a model and its stream door; return when they are ready.
-
-        Raises:
-            ApiError: Triton cannot load it; the message has its reason.
-        """
+        """Load a model and its stream door; return when they are ready."""
         await self._load(name)
         try:
             await self.load_door(name)
@@ -144,11 +136,7 @@ class TritonRepository:
             ) from None
 
     async def unload(self, name: str) -> None:
-        """Unload a model and its stream door; return when they are unloaded.
-
-        Raises:
-            ApiError: Triton cannot be reached, or is not done within `UNLOAD_LIMIT_S`.
-        """
+        """Unload a model and its stream door; return when they are unloaded."""
         states = await self._states()
         folders = [folder for folder in (name + DOOR_SUFFIX, name) if states.get(folder) in PRESENT]
         try:
@@ -189,10 +177,8 @@ def _read_gauges(metrics: str) -> dict[str, int]:
 
 
 def _error(error: grpc.aio.AioRpcError) -> ApiError:
-    if says(error.details(), "restricted"):
-        return ApiError(403, f"Triton restricts this API: {error.details()}", code="restricted")
+    if (failure := call_failure(error.code(), error.details())) is not None:
+        return failure
     if error.code() is grpc.StatusCode.UNAVAILABLE:
-        return ApiError(503, "the server cannot be reached: send the request again later", code="unavailable")
-    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return ApiError(504, "the server did not answer in time", code="deadline_exceeded")
+        return unreachable()
     return ApiError(503, f"Triton refused to tell its models: {load_reason(error.details() or '')}", code="not_loaded")

@@ -15,14 +15,7 @@ RESERVED: Final = re.compile(r"grpc-.*|.*-bin|te|content-type|user-agent")
 
 
 def read_headers(path: Path) -> dict[str, str]:
-    """Read a file of headers.
-
-    Args:
-        path: `NAME: VALUE`, one a line; lines that begin with # are comments.
-
-    Raises:
-        SettingsError: The file cannot be read, or a line is no header; the message does not quote it.
-    """
+    """Read a file of headers, `NAME: VALUE`, one a line, and comments that begin with #. No error quotes a line."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:

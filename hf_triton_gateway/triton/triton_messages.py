@@ -24,14 +24,14 @@ from hf_triton.protocol.names import (
     TaskName,
     declared_input,
 )
-from hf_triton.protocol.thinking import SWITCHES, switched, unread
+from hf_triton.protocol.thinking_switches import SWITCHES, switched, unread
+from hf_triton_gateway.http.api_errors import ApiError
 from hf_triton_gateway.http.client_names import OWN_NAMES, ClientNames
-from hf_triton_gateway.http.errors import ApiError
-from hf_triton_gateway.http.tracing import caller
+from hf_triton_gateway.http.gateway_tracer import caller
 
 DOOR_SUFFIX: Final = "_stream"
 ADAPTER_MARK: Final = ":"
-"""Between a model's name and that of one of its LoRA adapters."""
+"""Stands between a model's name and that of one of its LoRA adapters."""
 LORA_NAME: Final = "lora_name"
 REASONING_EFFORT: Final = "reasoning_effort"
 TEMPLATE_KWARGS: Final = "chat_template_kwargs"
@@ -64,13 +64,13 @@ ENDPOINTS: Final[Mapping[str, str]] = {
     QUESTION_ANSWERING: "/",
     ZERO_SHOT: "/",
 }
-"""Where models of each task are asked."""
+"""The endpoint of each task's models."""
 TASKS: Final[Mapping[str, str | None]] = {
     **dict.fromkeys(get_args(TaskName)),
     **{task: task for task in ENDPOINTS},
     **dict.fromkeys(TEXT_TO_TEXT, TEXT_GENERATION),
 }
-"""By a model's own task, the one that it has here; None: no endpoint."""
+"""The task that a model's own one is here; None: it has no endpoint."""
 NOUNS: Final[Mapping[str, str]] = {
     "text": "texts",
     "text_pair": "pairs of texts",
@@ -81,7 +81,7 @@ NOUNS: Final[Mapping[str, str]] = {
 FORMATS: Final[Mapping[str, str]] = {"UINT32": "I", "INT32": "i", "FP32": "f", "INT64": "q", "UINT64": "Q"}
 
 KINDS: Final = {bool: "bool_param", int: "int64_param", float: "double_param", str: "string_param"}
-"""Where Triton's message has a parameter, by its type."""
+"""The field of Triton's message for a parameter of a type."""
 
 Outputs: TypeAlias = dict[str, list[Any]]
 """The outputs of a response by name: strings or numbers, one for each sequence."""
@@ -102,11 +102,10 @@ class Folder:
     required: frozenset[str] = frozenset()
     """The inputs that Triton demands of each request."""
     fixed_sizes: Mapping[str, int] = field(default_factory=dict)
-    """By required input, the number of elements that each request must have, where the folder's `dims` fix it."""
+    """The number of elements that each request must have of a required input, where the folder's `dims` fix it."""
 
     @classmethod
     def from_config(cls, name: str, config: Any) -> Folder:
-        """The folder of a `ModelConfig` message."""
         return cls(
             name,
             config.max_batch_size,
@@ -183,16 +182,11 @@ class TextRequest:
 
     @property
     def size(self) -> int:
-        """About how many bytes it has."""
         return sum(len(text) for texts in self.texts.values() for text in texts)
 
 
 def adapter_name(model: str, named: object) -> str | None:
-    """The adapter that a request names behind its model, or by its `lora_name`; None: it names none.
-
-    Raises:
-        ApiError: It names two.
-    """
+    """The adapter that a request names behind its model; None: it names none. `lora_name` may name no other."""
     adapter = model.partition(ADAPTER_MARK)[2]
     if adapter and named and named != adapter:
         raise ApiError(400, f"model names the adapter {adapter}, and lora_name {named}", param=LORA_NAME)
@@ -225,7 +219,7 @@ class Generation:
     names: ClientNames = OWN_NAMES
     """What the client calls our parameters and rows, for error messages."""
     num_bytes: int = 0
-    """About how many bytes its messages and options have."""
+    """The bytes of its messages and options, estimated."""
 
     @property
     def task(self) -> str:
@@ -234,7 +228,6 @@ class Generation:
 
     @property
     def size(self) -> int:
-        """About how many bytes it has."""
         return max(self.num_bytes, sum(map(len, self.prompts)), 8 * len(self.prompt_token_ids or ()))
 
     def unread_variables(self, info: ModelInfo) -> list[str]:
@@ -260,21 +253,12 @@ class Generation:
 
     @property
     def sampling_parameters(self) -> Mapping[str, object]:
-        """The generation parameters, the adapter's name among them.
-
-        Raises:
-            ApiError: Two adapters are named.
-        """
+        """The generation parameters, the adapter's name among them."""
         adapter = adapter_name(self.model, self.sampling.get(LORA_NAME))
         return {**self.sampling, LORA_NAME: adapter} if adapter else self.sampling
 
 
 def infer_request(folder: Folder, request: Generation | TextRequest, *, is_stream: bool) -> Any:
-    """The gRPC message of a request.
-
-    Raises:
-        ApiError: A string is not Unicode, or the folder has no such input.
-    """
     message = service_pb2.ModelInferRequest(model_name=folder.name, id=request.request_id)
     try:
         if isinstance(request, TextRequest):
@@ -370,7 +354,7 @@ def _add_ids(request: Any, folder: Folder, token_ids: Sequence[int]) -> None:
 
 
 def size_of(outputs: Outputs) -> int:
-    """About how many bytes of memory outputs take."""
+    """The memory that outputs take, estimated, in bytes."""
     return sum(
         sum(map(len, values)) if values and isinstance(values[0], str) else 8 * len(values)
         for values in outputs.values()
@@ -384,14 +368,13 @@ class StreamSize:
         self.total = self._since = 0
 
     def of(self, outputs: Outputs, *, is_whole: bool = False) -> int:
-        """With a response's outputs; of a piece that repeats earlier ones, everything."""
+        """The size with a response's outputs; of a piece that repeats earlier ones, everything."""
         num_bytes = size_of(outputs)
         self.total += num_bytes
         self._since += num_bytes
         return self.total if is_whole or "finish_reason" in outputs else self._since
 
     def sent(self) -> None:
-        """A piece was sent."""
         self._since = 0
 
 

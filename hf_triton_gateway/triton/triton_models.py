@@ -17,11 +17,11 @@ import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from hf_triton.errors import clip
+from hf_triton_gateway.http.api_errors import ApiError, load_reason, model_not_found, out_of_shared_memory, triton_error
 from hf_triton_gateway.http.bodies import beside
 from hf_triton_gateway.http.client_names import ClientNames
-from hf_triton_gateway.http.errors import ApiError, load_reason, model_not_found, out_of_shared_memory, triton_error
+from hf_triton_gateway.http.gateway_tracer import caller
 from hf_triton_gateway.http.hints import pass_over
-from hf_triton_gateway.http.tracing import caller
 from hf_triton_gateway.keys.accounts import Tally, allows_model, check_model, with_salt
 from hf_triton_gateway.triton.calls import Calls
 from hf_triton_gateway.triton.endpoint import Endpoint, wait_for_attempt
@@ -64,9 +64,9 @@ class Model:
     door: Folder | None
     """The folder that streams; None if requests with `stream` are refused."""
     created_s: int
-    """When the gateway first saw it, in seconds since 1970."""
+    """The gateway first saw it then, in seconds since 1970."""
     is_loaded: bool | None = None
-    """With loading on demand: whether it is loaded."""
+    """Whether it is loaded, with loading on demand."""
 
     @property
     def name(self) -> str:
@@ -108,7 +108,6 @@ class TritonModels:
         await self._channel.close()
 
     def _call_headers(self) -> tuple[tuple[str, str], ...]:
-        """The headers of a generation's call."""
         return (*self._headers, *caller().items())
 
     async def is_ready(self) -> bool:
@@ -128,11 +127,7 @@ class TritonModels:
         return bool(answer.ready)
 
     async def models(self) -> list[Model]:
-        """The models that are ready and the client may use, by name; with loading on demand, all in the repository.
-
-        Raises:
-            ApiError: Triton cannot be reached.
-        """
+        """The models that are ready and the client may use, by name; with loading on demand, all in the repository."""
         if time.monotonic() - self._listed_s > MAX_AGE_S:
             await asyncio.shield(self._list())
         models = dict(self._models)
@@ -143,11 +138,7 @@ class TritonModels:
         return sorted((model for model in models.values() if allows_model(model.name)), key=lambda model: model.name)
 
     async def folders(self) -> Mapping[str, Folder]:
-        """All folders that are ready, stream doors and those without an endpoint here among them, by name.
-
-        Raises:
-            ApiError: Triton cannot be reached.
-        """
+        """All folders that are ready, stream doors and those without an endpoint here among them, by name."""
         await asyncio.shield(self._list())
         return self._folders
 
@@ -160,9 +151,6 @@ class TritonModels:
             task: What it must do; None: anything.
             default: Taken if it does, where several do.
             way: How a request names a model.
-
-        Raises:
-            ApiError: There is none, or there are several.
         """
         models = await self.models()
         found = [model for model in models if task in (None, model.folder.task)]
@@ -179,11 +167,7 @@ class TritonModels:
         raise ApiError(400, message, param="model", code="missing_required_parameter")
 
     async def named(self, name: str) -> Model | None:
-        """A model that is ready, without Triton's list of all, which may need a key; None: it is none.
-
-        Raises:
-            ApiError: Triton cannot be reached.
-        """
+        """A model that is ready, without Triton's list of all, which may need a key; None: it is none."""
         try:
             folders = await asyncio.gather(*map(self._read_folder, (name, f"{name}{DOOR_SUFFIX}")))
         except grpc.aio.AioRpcError as error:
@@ -256,16 +240,7 @@ class TritonModels:
         return ApiError(503, f"the model {clip(name)} was unloaded: send the request again later", code="not_loaded")
 
     async def folder(self, name: str, *, task: str | None = TEXT_GENERATION, is_stream: bool = False) -> Folder:
-        """The folder that answers a model's requests; with loading on demand, as it was when it was last loaded.
-
-        Args:
-            name: The model's.
-            task: What it must do; None: anything.
-            is_stream: Whether it is to stream.
-
-        Raises:
-            ApiError: The model does not exist, has another task or does not stream, or Triton cannot be reached.
-        """
+        """The folder that answers a model's requests; with loading on demand, as it was when it was last loaded."""
         check_model(name)
         name = base_name(name)
         seen = self._seen.get(name) if self._on_demand is not None else None
@@ -292,7 +267,7 @@ class TritonModels:
 
     @contextlib.asynccontextmanager
     async def _in_use(self, name: str, deadline_s: float) -> AsyncIterator[Use]:
-        """Where requests enter: with loading on demand, the model is loaded, and stays so meanwhile."""
+        """Requests enter here: with loading on demand, the model is loaded, and stays so meanwhile."""
         timeout_s = max(0.001, deadline_s - time.monotonic())
         if self._on_demand is None:
             yield Use(name, 0, timeout_s)
@@ -332,7 +307,6 @@ class TritonModels:
         return found is not None and (is_unknown or found != folder)
 
     async def _refresh(self) -> None:
-        """List the models as they are now."""
         if self._listing is not None and not self._listing.done():
             await asyncio.wait([self._listing])  # it may have asked Triton before
         await asyncio.shield(self._list())
@@ -370,11 +344,7 @@ class TritonModels:
         return dataclasses.replace(folder, info=await self._infos.of(folder, answer.config))
 
     async def generate(self, generation: Generation | TextRequest) -> Outputs:
-        """Generate or encode, and return the whole response. Cancelling the task cancels the request.
-
-        Raises:
-            ApiError: The request is refused, or failed.
-        """
+        """Generate or encode, and return the whole response. Cancelling the task cancels the request."""
         check_model(generation.model_name)
         if isinstance(generation, Generation):
             generation = with_salt(generation)
@@ -424,10 +394,6 @@ class TritonModels:
         """Start generating; the iterator gives the responses as they come. Closing it cancels the request.
 
         The text is a delta; finish reasons, counts and log probabilities are in the last response.
-
-        Raises:
-            ApiError: The model does not exist or does not stream, the request is refused or fails, or Triton cannot be
-                reached; by the iterator.
         """
         check_model(generation.model_name)
         generation = with_salt(generation)
@@ -488,14 +454,12 @@ class TritonModels:
     def _status_error(
         self, status: grpc.StatusCode, details: str | None, generation: Generation | TextRequest | None = None
     ) -> ApiError:
-        if status is grpc.StatusCode.DEADLINE_EXCEEDED:
-            return _time_is_up()
-        if says(details, "restricted"):
-            return ApiError(403, f"Triton restricts this API: {details}", code="restricted")
+        if (failure := call_failure(status, details)) is not None:
+            return failure
         coded = self._triton_error(details or "", _HTTP_STATUS.get(status, 500), generation)
         if coded.code is None and coded.status_code == 503:
             self._note_misfit(details)
-            return ApiError(503, "the server cannot be reached: send the request again later", code="unavailable")
+            return unreachable()
         return coded
 
     def _note_misfit(self, details: str | None) -> None:
@@ -532,6 +496,17 @@ def _time_is_up() -> ApiError:
     return ApiError(504, "the server did not answer in time", code="deadline_exceeded")
 
 
+def unreachable() -> ApiError:
+    return ApiError(503, "the server cannot be reached: send the request again later", code="unavailable")
+
+
+def call_failure(status: grpc.StatusCode, details: str | None) -> ApiError | None:
+    """Why a call failed, whatever it asked for; None: its words say more."""
+    if says(details, "restricted"):
+        return ApiError(403, f"Triton restricts this API: {details}", code="restricted")
+    return _time_is_up() if status is grpc.StatusCode.DEADLINE_EXCEEDED else None
+
+
 async def _read(answer: Any) -> Outputs:
     return await beside(sum(map(len, answer.raw_output_contents)), read_outputs, answer)
 
@@ -546,22 +521,14 @@ _HTTP_STATUS: Final[Mapping[grpc.StatusCode, int]] = {
 
 
 def _last(responses: Sequence[Outputs]) -> Outputs:
-    """The outputs of the last response.
-
-    Raises:
-        ApiError: It has none: Triton 24.10 answers so for a response that it could not pass on.
-    """
+    """The outputs of the last response; without any, Triton 24.10 could not pass it on."""
     if not (responses and responses[-1]):
         raise out_of_shared_memory()
     return responses[-1]
 
 
 def _check_task(folder: Folder, task: str | None) -> None:
-    """Refuse a request to a model of another task.
-
-    Raises:
-        ApiError: Says where such a model is asked.
-    """
+    """Refuse a request to a model of another task, and say where such a model is asked."""
     if task is None or folder.task in (task, None):
         return
     raise ApiError(

@@ -9,7 +9,7 @@ import pytest
 
 from hf_triton.server import TritonServer
 from hf_triton_cli.serving.examples import model_on_demand, ready_text
-from hf_triton_gateway.config import GatewayConfig
+from hf_triton_gateway.gateway_config import GatewayConfig
 from tests.support.commands import in_process
 from tests.support.images import save_image_checkpoint
 

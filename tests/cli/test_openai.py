@@ -23,7 +23,7 @@ from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from hf_triton_cli.commands import main
 from hf_triton_cli.serving.gateway_options import ALONE, as_arguments, read_config
 from hf_triton_cli.serving.openai import openai
-from hf_triton_gateway.config import GatewayConfig
+from hf_triton_gateway.gateway_config import GatewayConfig
 from tests.support.gateway import wait_until
 from tests.support.serving import (
     COMMAND,

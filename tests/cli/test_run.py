@@ -11,7 +11,7 @@ from hf_triton.folders.model_folder import write_model_folder
 from hf_triton.server import TritonServer
 from hf_triton.testing import build_tiny_checkpoint
 from hf_triton_cli.serving.examples import model_on_demand, ready_text
-from hf_triton_gateway.config import GatewayConfig
+from hf_triton_gateway.gateway_config import GatewayConfig
 from tests.support.commands import Terminal, hf_triton
 from tests.support.serving import curl_lines, descendants, wait_until_gone
 from tests.support.tasks import save_task_checkpoint

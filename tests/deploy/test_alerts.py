@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from hf_triton.tasks.serving.metrics import METRICS
-from hf_triton_gateway.http.metrics import Metrics
+from hf_triton_gateway.http.gateway_metrics import Metrics
 from tests.support.paths import ROOT
 from tests.support.programs import ENVIRONMENT, program
 

@@ -25,9 +25,9 @@ from hf_triton.errors import CODES
 from hf_triton.server import free_ports
 from hf_triton.tasks.serving.metrics import METRICS
 from hf_triton_cli.commands import cli
-from hf_triton_gateway.config import GatewayConfig
+from hf_triton_gateway.gateway_config import GatewayConfig
+from hf_triton_gateway.http.gateway_metrics import Metrics
 from hf_triton_gateway.http.health import LIVE_PATHS, READY_PATHS
-from hf_triton_gateway.http.metrics import Metrics
 from tests.support.certificates import Authority
 from tests.support.gateway import GatewayThread, add_demo, wait_until
 from tests.support.haproxy import haproxy
@@ -323,7 +323,7 @@ def test_half_sent_requests_without_a_key_take_no_servers_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Small ones wait in HAProxy; others are answered, and end when nothing comes any more."""
-    monkeypatch.setattr("hf_triton_gateway.server.LINGER_S", 0.5)
+    monkeypatch.setattr("hf_triton_gateway.uvicorn_server.LINGER_S", 0.5)
     (tmp_path / "keys").write_text("sk-of-a-client\n")
     changes = {"maxconn 64": "maxconn 1", "timeout client 30s": "timeout client 1s"}
     changes |= {"option httpchk GET /health/ready": "option httpchk GET /health/live"}  # there is no Triton

@@ -10,7 +10,7 @@ import pytest
 
 from hf_triton.server import ADMIN_APIS, ADMIN_HEADER
 from hf_triton.settings import ModelSettings
-from hf_triton_gateway.config import GatewayConfig
+from hf_triton_gateway.gateway_config import GatewayConfig
 from tests.support.paths import ROOT
 from tests.support.serving import running
 

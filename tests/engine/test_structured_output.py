@@ -20,7 +20,7 @@ from hf_triton.engine.types import GenerationEngine, eos_ids
 from hf_triton.errors import GenerationError
 from hf_triton.grammar.compiler import GrammarCompiler
 from hf_triton.protocol.structured_output import Grammar
-from hf_triton.protocol.thinking import Thinking
+from hf_triton.protocol.thinking_switches import Thinking
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.types import Constraint
 from hf_triton.tasks.text_generation.message import MessageReader, ThinkingReader

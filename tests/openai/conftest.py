@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
-from hf_triton_gateway.config import GatewayConfig
+from hf_triton_gateway.gateway_config import GatewayConfig
 from tests.support.chat import build_chat_checkpoint
 from tests.support.gateway import GatewayThread, add_demo
 from tests.support.harmony import build_harmony_checkpoint

@@ -6,7 +6,7 @@ import re
 import httpx
 
 from hf_triton.server import free_ports
-from hf_triton_gateway.config import GatewayConfig
+from hf_triton_gateway.gateway_config import GatewayConfig
 from tests.support.gateway import GatewayThread
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
-from hf_triton.protocol.options import PARAMETERS
+from hf_triton.protocol.request_options import PARAMETERS
 from hf_triton.tasks.automatic_speech_recognition import SpeechOptions
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
-from hf_triton_gateway.config import GatewayConfig
-from hf_triton_gateway.encoders.audio import FILE, TranscriptionFields, TranslationFields
+from hf_triton_gateway.encoders.transcriptions import FILE, TranscriptionFields, TranslationFields
+from hf_triton_gateway.gateway_config import GatewayConfig
 from tests.support.gateway import GatewayThread, has_field
 from tests.support.images import IMAGES, encoded, save_image_checkpoint
 from tests.support.speech import encode, save_whisper, sound

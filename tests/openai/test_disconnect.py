@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from hf_triton.testing import TritonServer
-from hf_triton_gateway.config import GatewayConfig
+from hf_triton_gateway.gateway_config import GatewayConfig
 from tests.support.gateway import GatewayThread, num_running, wait_until
 
 LONG = {"max_tokens": 200, "ignore_eos": True}

@@ -8,10 +8,10 @@ from typing import Any
 import httpx
 import pytest
 
-from hf_triton.protocol.options import PARAMETERS
+from hf_triton.protocol.request_options import PARAMETERS
 from hf_triton.testing import TritonServer
-from hf_triton_gateway.config import GatewayConfig
-from hf_triton_gateway.encoders import classify, cohere, embeddings, scores, tei
+from hf_triton_gateway.encoders import classify, cohere, embeddings, reranking, tei
+from hf_triton_gateway.gateway_config import GatewayConfig
 from tests.support.gateway import GatewayThread
 
 pytestmark = pytest.mark.full
@@ -19,8 +19,8 @@ pytestmark = pytest.mark.full
 LONG = "abc def " * 900
 APIS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "/v1/embeddings": (embeddings.EmbeddingRequest, {"model": "minilm"}, "input"),
-    "/v1/rerank": (scores.RerankRequest, {"model": "reranker", "query": "a"}, "documents"),
-    "/v1/score": (scores.ScoreRequest, {"model": "reranker", "text_1": "a"}, "text_2"),
+    "/v1/rerank": (reranking.RerankRequest, {"model": "reranker", "query": "a"}, "documents"),
+    "/v1/score": (reranking.ScoreRequest, {"model": "reranker", "text_1": "a"}, "text_2"),
     "/v1/classify": (classify.ClassifyRequest, {"model": "sentiment"}, "input"),
     "/embed": (tei.EmbedRequest, {"model": "minilm"}, "inputs"),
     "/embed_all": (tei.EmbedAllRequest, {"model": "states"}, "inputs"),

@@ -19,7 +19,7 @@ import pytest
 from transformers import AutoModelForSequenceClassification
 
 from hf_triton.testing import TritonServer
-from hf_triton_gateway.config import GatewayConfig
+from hf_triton_gateway.gateway_config import GatewayConfig
 from hf_triton_gateway.triton.endpoint import Endpoint
 from hf_triton_gateway.triton.triton_models import TritonModels
 from tests.support.adapters import wrap

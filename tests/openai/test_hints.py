@@ -8,8 +8,8 @@ import httpx
 import pytest
 
 from hf_triton.testing import TritonServer
-from hf_triton_gateway.chat.chat import ChatRequest
-from hf_triton_gateway.config import GatewayConfig
+from hf_triton_gateway.chat.chat_completions import ChatRequest
+from hf_triton_gateway.gateway_config import GatewayConfig
 from hf_triton_gateway.http import hints
 from hf_triton_gateway.http.bodies import LARGE_BYTES
 from tests.support.gateway import GatewayThread

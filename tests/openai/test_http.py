@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from hf_triton import __version__
-from hf_triton_gateway import server
-from hf_triton_gateway.config import GatewayConfig
+from hf_triton_gateway import uvicorn_server
+from hf_triton_gateway.gateway_config import GatewayConfig
 from hf_triton_gateway.http import http_rules
 from hf_triton_gateway.http.health import CHECK_PATHS, LIVE_PATHS
 from tests.support.gateway import GatewayThread
@@ -95,7 +95,7 @@ def test_the_rest_of_a_refused_request_is_not_waited_for(
     alone: GatewayThread, monkeypatch: pytest.MonkeyPatch, closes: bytes
 ) -> None:
     """It holds a place at a proxy, and its sender needs no key; `raw` reads until the gateway closes."""
-    for module in (http_rules, server):
+    for module in (http_rules, uvicorn_server):
         monkeypatch.setattr(module, "LINGER_S", 0.1)
     answer, body = raw(alone, b"POST /v1/nothing HTTP/1.1\r\nhost: a\r\ncontent-length: 9\r\n" + closes + b"\r\n{")
     assert b" 404 " in answer

@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from hf_triton.errors import SettingsError
 from hf_triton.testing import TritonServer
 from hf_triton_gateway.app import build_app
-from hf_triton_gateway.config import GatewayConfig
+from hf_triton_gateway.gateway_config import GatewayConfig
 from hf_triton_gateway.keys.accounts import HEADERS, LIMITS
 from tests.support.gateway import GatewayThread, num_running, wait_until
 from tests.support.paths import ROOT

@@ -14,7 +14,7 @@ from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
 from hf_triton.testing import TritonServer
-from hf_triton_gateway.config import GatewayConfig
+from hf_triton_gateway.gateway_config import GatewayConfig
 from tests.support.gateway import GatewayThread
 
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)

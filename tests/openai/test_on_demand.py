@@ -20,7 +20,7 @@ import pytest
 
 from hf_triton.server import free_ports
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
-from hf_triton_gateway.config import GatewayConfig
+from hf_triton_gateway.gateway_config import GatewayConfig
 from tests.support.gateway import GatewayThread, num_running, wait_until
 from tests.support.paths import ROOT
 from tests.support.serving import COMMAND, running

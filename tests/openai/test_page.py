@@ -18,7 +18,7 @@ import pytest
 from playwright.sync_api import expect
 
 from hf_triton.testing import TritonServer
-from hf_triton_gateway.config import GatewayConfig
+from hf_triton_gateway.gateway_config import GatewayConfig
 from tests.support.chat_page import NARROW, WIDE, Chat, delta
 from tests.support.gateway import GatewayThread, num_running, wait_until
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Route, expect
 
-from hf_triton_gateway.config import GatewayConfig
+from hf_triton_gateway.gateway_config import GatewayConfig
 from tests.support.chat_page import Chat, delta
 from tests.support.gateway import GatewayThread
 

@@ -14,7 +14,7 @@ import pytest
 from playwright.sync_api import expect
 
 from hf_triton.testing import TritonServer
-from hf_triton_gateway.config import GatewayConfig
+from hf_triton_gateway.gateway_config import GatewayConfig
 from tests.support.chat_page import NARROW, WIDE, Chat
 from tests.support.gateway import GatewayThread
 from tests.support.tasks import reference, save_task_checkpoint

@@ -11,7 +11,7 @@ from huggingface_hub import InferenceClient
 from transformers import AutoTokenizer
 
 from hf_triton.testing import TritonServer
-from hf_triton_gateway.config import GatewayConfig
+from hf_triton_gateway.gateway_config import GatewayConfig
 from tests.support.gateway import GatewayThread
 from tests.support.images import IMAGES, LABELS, encoded, save_image_checkpoint
 from tests.support.speech import encode, save_whisper, sound

@@ -9,14 +9,14 @@ import httpx
 import pytest
 import tritonclient.grpc as grpcclient
 
-from hf_triton.protocol.options import PARAMETERS
+from hf_triton.protocol.request_options import PARAMETERS
 from hf_triton.testing import TritonServer
-from hf_triton_gateway.agents.messages import CountRequest, MessagesRequest
+from hf_triton_gateway.agents.anthropic_messages import CountRequest, MessagesRequest
 from hf_triton_gateway.agents.responses import ResponsesRequest
-from hf_triton_gateway.chat.chat import ChatRequest
+from hf_triton_gateway.chat.chat_completions import ChatRequest
 from hf_triton_gateway.chat.completions import CompletionRequest
 from hf_triton_gateway.chat.fields import ALIASES, SAMPLING
-from hf_triton_gateway.config import GatewayConfig
+from hf_triton_gateway.gateway_config import GatewayConfig
 from tests.support.gateway import GatewayThread, add_demo
 
 CONTEXT, CACHE = 512, 256

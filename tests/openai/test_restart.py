@@ -16,7 +16,7 @@ import pytest
 
 from hf_triton.server import free_ports
 from hf_triton.testing import TritonServer
-from hf_triton_gateway.config import GatewayConfig
+from hf_triton_gateway.gateway_config import GatewayConfig
 from tests.support.chat import build_chat_checkpoint
 from tests.support.gateway import GatewayThread, wait_until
 from tests.support.slow_model import DECOUPLED, SLOW_MODEL

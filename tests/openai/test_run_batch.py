@@ -16,7 +16,7 @@ import pytest
 from hf_triton.server import free_ports
 from hf_triton.testing import TritonServer
 from hf_triton_cli.commands import main
-from hf_triton_gateway.config import GatewayConfig
+from hf_triton_gateway.gateway_config import GatewayConfig
 from tests.support.commands import hf_triton
 from tests.support.gateway import GatewayThread
 from tests.support.paths import ROOT

@@ -19,7 +19,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from hf_triton_gateway.app import build_app
-from hf_triton_gateway.config import GatewayConfig
+from hf_triton_gateway.gateway_config import GatewayConfig
 from tests.support.gateway import GatewayThread
 
 pytestmark = pytest.mark.full

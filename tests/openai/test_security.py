@@ -16,8 +16,8 @@ import pytest
 from hf_triton.errors import SettingsError
 from hf_triton.testing import TritonServer
 from hf_triton_gateway.app import build_app
-from hf_triton_gateway.config import GatewayConfig
-from hf_triton_gateway.http.metrics import Metrics
+from hf_triton_gateway.gateway_config import GatewayConfig
+from hf_triton_gateway.http.gateway_metrics import Metrics
 from hf_triton_gateway.keys.security import ApiKeys
 from tests.support.gateway import GatewayThread, num_running, wait_until
 

@@ -11,9 +11,9 @@ import pytest
 
 from hf_triton.testing import TritonServer
 from hf_triton_gateway.agents.responses import MAX_INPUT_ITEMS, _check_length
-from hf_triton_gateway.config import GatewayConfig
+from hf_triton_gateway.gateway_config import GatewayConfig
+from hf_triton_gateway.http.api_errors import ApiError
 from hf_triton_gateway.http.bodies import MAX_JSON_BYTES
-from hf_triton_gateway.http.errors import ApiError
 from tests.support.gateway import GatewayThread
 
 ASKED = {"model": "demo", "max_output_tokens": 12, "temperature": 0}

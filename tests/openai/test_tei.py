@@ -18,7 +18,7 @@ from sentence_transformers import SentenceTransformer, quantize_embeddings
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hf_triton.testing import TritonServer
-from hf_triton_gateway.config import GatewayConfig
+from hf_triton_gateway.gateway_config import GatewayConfig
 from tests.support.gateway import GatewayThread
 from tests.support.paths import ROOT
 from tests.support.sentence_checkpoints import TEXTS, real_checkpoint, reference_embeddings

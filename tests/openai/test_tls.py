@@ -23,7 +23,7 @@ from hf_triton.server import ADMIN_HEADER, TritonServer, free_ports
 from hf_triton_cli.client.client import Triton
 from hf_triton_cli.commands import cli
 from hf_triton_gateway.app import build_app
-from hf_triton_gateway.config import GatewayConfig, TritonAddress
+from hf_triton_gateway.gateway_config import GatewayConfig, TritonAddress
 from hf_triton_gateway.http.tls import ServerCertificate
 from hf_triton_gateway.triton.endpoint import Endpoint
 from tests.support.certificates import Authority

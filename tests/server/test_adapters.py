@@ -13,7 +13,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from hf_triton.testing import LoopbackHub, TritonServer, build_tiny_checkpoint
-from hf_triton_gateway.config import GatewayConfig
+from hf_triton_gateway.gateway_config import GatewayConfig
 from tests.support.adapters import generate_with, save_adapter
 from tests.support.client import generate, infer
 from tests.support.gateway import GatewayThread

@@ -15,7 +15,7 @@ import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
 from hf_triton.testing import TritonServer
-from hf_triton_gateway.config import GatewayConfig
+from hf_triton_gateway.gateway_config import GatewayConfig
 from tests.support.chat import build_chat_checkpoint
 from tests.support.client import Reply, generate, generate_stream, infer
 from tests.support.gateway import GatewayThread

@@ -17,7 +17,7 @@ import tritonclient.http
 
 from hf_triton.tasks.registry import task_class
 from hf_triton.testing import TritonServer
-from hf_triton_gateway.config import GatewayConfig
+from hf_triton_gateway.gateway_config import GatewayConfig
 from tests.support.client import post
 from tests.support.gateway import GatewayThread
 from tests.support.images import IMAGES, LABELS, bytes_tensor, encoded, made_image, save_image_checkpoint

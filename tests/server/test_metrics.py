@@ -23,7 +23,7 @@ from transformers import AutoTokenizer
 from hf_triton.server import free_ports
 from hf_triton.tasks.serving.metrics import METRICS
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
-from hf_triton_gateway.config import GatewayConfig
+from hf_triton_gateway.gateway_config import GatewayConfig
 from tests.support.adapters import save_adapter
 from tests.support.client import generate, infer, post
 from tests.support.gateway import GatewayThread

@@ -9,7 +9,7 @@ import pytest
 
 from hf_triton.errors import SettingsError
 from hf_triton.testing import TritonServer
-from hf_triton_gateway.config import GatewayConfig
+from hf_triton_gateway.gateway_config import GatewayConfig
 from hf_triton_gateway.triton.triton_headers import read_headers
 from tests.support.client import Reply, post
 from tests.support.gateway import GatewayThread, add_demo

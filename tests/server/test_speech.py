@@ -15,7 +15,7 @@ import pytest
 import tritonclient.grpc
 
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
-from hf_triton_gateway.config import GatewayConfig
+from hf_triton_gateway.gateway_config import GatewayConfig
 from tests.support.client import get, post
 from tests.support.gateway import GatewayThread
 from tests.support.paths import ROOT

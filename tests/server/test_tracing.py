@@ -12,9 +12,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from hf_triton.protocol.tracing import build_tracing, wants_traces
+from hf_triton.protocol.otlp import build_tracing, wants_traces
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
-from hf_triton_gateway.config import GatewayConfig
+from hf_triton_gateway.gateway_config import GatewayConfig
 from tests.support.client import generate, generate_stream, infer, open_stream, post
 from tests.support.gateway import GatewayThread, add_demo
 from tests.support.otlp import ERROR, Collector, Span

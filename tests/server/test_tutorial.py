@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
+from hf_triton.protocol.declared_ports import OUTPUTS
 from hf_triton.protocol.names import TEXT_OUTPUTS
-from hf_triton.protocol.ports import OUTPUTS
 from hf_triton.testing import LoopbackHub, TritonServer, build_tiny_checkpoint
 from tests.support.client import generate, get, infer
 from tests.support.paths import ROOT

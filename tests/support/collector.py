@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from hf_triton.errors import HfTritonError
-from hf_triton.protocol.ports import OUTPUTS
+from hf_triton.protocol.declared_ports import OUTPUTS
 from hf_triton.tasks.interface import ResponseConfig
 from hf_triton.tasks.serving.request import InferenceRequest
 from hf_triton.tasks.serving.sender import ResponseSender

@@ -15,8 +15,8 @@ from typing import Any
 import uvicorn
 
 from hf_triton.testing import TritonServer
-from hf_triton_gateway.config import GatewayConfig
-from hf_triton_gateway.server import uvicorn_config
+from hf_triton_gateway.gateway_config import GatewayConfig
+from hf_triton_gateway.uvicorn_server import uvicorn_config
 from tests.support.paths import ROOT
 
 RUNNING = ("hf_triton_rows_running", "hf_triton_requests_in_flight")

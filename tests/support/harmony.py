@@ -7,7 +7,7 @@ from typing import Any, Final
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
-from hf_triton.protocol.thinking import Thinking
+from hf_triton.protocol.thinking_switches import Thinking
 from hf_triton.testing import build_tiny_checkpoint
 from hf_triton.testing.checkpoints import VOCAB_SIZE
 

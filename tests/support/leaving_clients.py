@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from hf_triton.server import free_shared_memory
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
-from hf_triton_gateway.config import GatewayConfig
+from hf_triton_gateway.gateway_config import GatewayConfig
 from tests.support.gateway import GatewayThread
 from tests.support.paths import ROOT
 

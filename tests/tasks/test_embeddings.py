@@ -19,7 +19,7 @@ from hf_triton.hub.checkpoint import Placement, load_checkpoint
 from hf_triton.hub.resolve import Hub
 from hf_triton.protocol.prompts import Limits
 from hf_triton.protocol.task_requests import encode_results
-from hf_triton.protocol.tensors import Array, encode_strings
+from hf_triton.protocol.tensor_values import Array, encode_strings
 from hf_triton.settings import ModelSettings
 from hf_triton.tasks.embeddings import Embeddings
 from hf_triton.tasks.encoding import build_task_engine

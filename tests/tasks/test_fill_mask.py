@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hf_triton.errors import CheckpointError, RequestError
-from hf_triton.protocol.tensors import encode_strings
+from hf_triton.protocol.tensor_values import encode_strings
 from hf_triton.tasks.fill_mask import FillMask
 from hf_triton.tasks.zero_shot_classification import ZeroShotClassification
 from tests.support.tasks import FAMILIES, TEXTS, Served, reference, save_task_checkpoint

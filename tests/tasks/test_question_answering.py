@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForQuestionAnswering
 
 from hf_triton.errors import RequestError
-from hf_triton.protocol.tensors import Array, encode_strings
+from hf_triton.protocol.tensor_values import Array, encode_strings
 from hf_triton.tasks.question_answering import AnswerOptions, QuestionAnswering, find_spans
 from tests.support.tasks import FAMILIES, Served
 

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_triton.errors import CheckpointError, RequestError
-from hf_triton.protocol.tensors import Array, encode_strings
+from hf_triton.protocol.tensor_values import Array, encode_strings
 from hf_triton.settings import ModelSettings
 from hf_triton.tasks.generative_rerank import HEAD, INSTRUCTION, TAIL, GenerativeRerank
 from hf_triton.tasks.registry import folder_task

@@ -17,7 +17,7 @@ from hf_triton.errors import LoadError, RequestError
 from hf_triton.hub.kind import find_task
 from hf_triton.hub.sentence_files import FORMER_KINDS, OPTIONS, SERVED
 from hf_triton.hub.sentence_names import GENERAL
-from hf_triton.protocol.tensors import encode_strings
+from hf_triton.protocol.tensor_values import encode_strings
 from hf_triton.settings import ModelSettings
 from hf_triton.tasks.embeddings import Embeddings
 from hf_triton.tasks.registry import folder_task

@@ -16,7 +16,7 @@ import torch
 from hf_triton.encoder import forward
 from hf_triton.errors import LoadError, RequestError
 from hf_triton.hub.kind import find_tasks, find_way
-from hf_triton.protocol.tensors import encode_strings
+from hf_triton.protocol.tensor_values import encode_strings
 from hf_triton.settings import ModelSettings
 from hf_triton.tasks.embeddings import Embeddings
 from hf_triton.tasks.lexical_sparse_embeddings import LexicalSparseEmbeddings

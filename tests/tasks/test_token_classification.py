@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hf_triton.errors import RequestError
-from hf_triton.protocol.tensors import Array, encode_strings
+from hf_triton.protocol.tensor_values import Array, encode_strings
 from hf_triton.tasks.token_classification import TokenClassification
 from tests.support.tasks import FAMILIES, TEXTS, Served, reference
 

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from hf_triton.errors import RequestError
 from hf_triton.protocol.task_declaration import TaskOptions
-from hf_triton.protocol.tensors import Array, encode_strings
+from hf_triton.protocol.tensor_values import Array, encode_strings
 from hf_triton.tasks.embeddings import Embeddings
 from hf_triton.tasks.question_answering import QuestionAnswering
 from hf_triton.tasks.rerank import Rerank

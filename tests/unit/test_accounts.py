@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client import generate_latest
 
-from hf_triton_gateway.http.metrics import Metrics
+from hf_triton_gateway.http.gateway_metrics import Metrics
 from hf_triton_gateway.keys import accounts
 from hf_triton_gateway.keys.accounts import CURRENT, Account, Tally, Window
 from hf_triton_gateway.keys.key_lines import Quota

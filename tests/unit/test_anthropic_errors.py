@@ -5,8 +5,8 @@ import re
 
 import pytest
 
+from hf_triton_gateway.http.api_errors import ApiError, triton_error
 from hf_triton_gateway.http.client_names import OWN_NAMES
-from hf_triton_gateway.http.errors import ApiError, triton_error
 
 ROOM = "messages has 9146 tokens, which leaves room for max_tokens <= 31814 in the context of 40960, got 32000"
 TOO_LONG = re.compile(r"prompt is too long[^0-9]*(\d+)\s*tokens?\s*>\s*(\d+)", re.IGNORECASE)

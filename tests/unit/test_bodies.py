@@ -15,6 +15,7 @@ from starlette.requests import Request
 
 from hf_triton_gateway.app import ROUTERS
 from hf_triton_gateway.chat.fields import Fields
+from hf_triton_gateway.http.api_errors import ApiError
 from hf_triton_gateway.http.bodies import (
     LARGE_BYTES,
     MAX_CONTAINERS,
@@ -27,7 +28,6 @@ from hf_triton_gateway.http.bodies import (
     read_body,
     write_json,
 )
-from hf_triton_gateway.http.errors import ApiError
 
 ROUTES = [route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute) and route.body_field]
 MODELS: dict[str, type[BaseModel]] = {}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hf_triton.errors import RequestError
-from hf_triton.protocol.chat import (
+from hf_triton.protocol.chat_request import (
     MAX_ARGUMENT,
     MAX_DEPTH,
     MAX_MESSAGES,

@@ -19,7 +19,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
 from hf_triton.errors import RequestError, SettingsError
-from hf_triton.protocol.chat import MAX_MESSAGES, RESERVED, Chat, parse_chat
+from hf_triton.protocol.chat_request import MAX_MESSAGES, RESERVED, Chat, parse_chat
 from hf_triton.settings import ModelSettings
 from hf_triton.tasks.text_generation.chat_template import MAX_LOGGED, ChatTemplate, load_chat_template, variables_of
 from hf_triton.testing import build_tiny_checkpoint

@@ -6,9 +6,9 @@ import json
 from collections.abc import AsyncGenerator
 from typing import Any, cast
 
+from hf_triton_gateway.app_state import Gateway
 from hf_triton_gateway.chat import completions
 from hf_triton_gateway.chat.completions import CompletionRequest
-from hf_triton_gateway.gateway import Gateway
 from hf_triton_gateway.triton.triton_messages import Generation, Outputs
 
 RESPONSES: list[Outputs] = [

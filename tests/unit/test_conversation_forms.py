@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hf_triton.errors import RequestError
-from hf_triton.protocol.chat import parse_chat
+from hf_triton.protocol.chat_request import parse_chat
 from hf_triton.tasks.text_generation.chat_template import ChatTemplate
 from hf_triton.tasks.text_generation.conversation_form import shape
 from hf_triton.tasks.text_generation.form_finder import MAX_SHAPES

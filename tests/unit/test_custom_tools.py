@@ -9,7 +9,7 @@ from llguidance import LLTokenizer
 
 from hf_triton.errors import RequestError
 from hf_triton.grammar.matcher import build_matcher
-from hf_triton.protocol.chat import Chat, parse_chat
+from hf_triton.protocol.chat_request import Chat, parse_chat
 from hf_triton.protocol.structured_output import Grammar
 from hf_triton.tasks.text_generation.message import MessageReader, NamedCallReader, RequiredCallReader
 from hf_triton.tasks.text_generation.response_template import MessageFormat, shipped_template

@@ -10,8 +10,8 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 from hf_triton.hub.failures import FOLDER_HINT
 from hf_triton.protocol.model_info import ModelInfo
 from hf_triton.sentence import param, text
+from hf_triton_gateway.http.api_errors import ApiError, load_reason, logged_reason, triton_error
 from hf_triton_gateway.http.client_names import ELSEWHERE, OWN_NAMES, ClientNames
-from hf_triton_gateway.http.errors import ApiError, load_reason, logged_reason, triton_error
 from hf_triton_gateway.triton.triton_messages import Folder, Generation, TextRequest, infer_request
 
 TRITON = "failed to load 'm' version 1: Internal: TritonModelException: path_not_found: {}\n\nAt:\n  /srv/models/m/1"

@@ -10,7 +10,9 @@ LISTS_MODULES = "import sys, {module}; print('\\n'.join(sys.modules))"
 HEAVY = {"torch", "transformers", "accelerate", "safetensors", "triton_python_backend_utils", "tritonclient", "triton"}
 
 
-@pytest.mark.parametrize("module", ["hf_triton", "hf_triton_cli", "hf_triton.testing", "hf_triton.protocol.responses"])
+@pytest.mark.parametrize(
+    "module", ["hf_triton", "hf_triton_cli", "hf_triton.testing", "hf_triton.protocol.response_outputs"]
+)
 def test_importing_loads_nothing_heavy(module: str) -> None:
     command = [sys.executable, "-c", LISTS_MODULES.format(module=module)]
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()

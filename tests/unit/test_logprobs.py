@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hf_triton.tasks.text_generation.outputs import _described
-from hf_triton_gateway.chat.logprobs import TextOffsets, chat_positions, completion_logprobs
+from hf_triton_gateway.chat.openai_logprobs import TextOffsets, chat_positions, completion_logprobs
 from tests.support.tokenizers import KINDS, codec_of, raw_ids
 
 TEXT = "a 😀 é नि b😀"

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 
 import pytest
 
-from hf_triton_gateway.http.errors import ApiError
-from hf_triton_gateway.http.metrics import Metrics
+from hf_triton_gateway.http.api_errors import ApiError
+from hf_triton_gateway.http.gateway_metrics import Metrics
 from hf_triton_gateway.triton.on_demand import RETRY_S, Activity, OnDemand
 
 

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from hf_triton.errors import RequestError, SettingsError
+from hf_triton.protocol.declared_ports import OUTPUTS, PROMPT_LOGPROBS, STRING_ARRAYS, check_config, missing_ports
 from hf_triton.protocol.dialects import ALIASES, DIALECT_INPUTS
 from hf_triton.protocol.names import JSON_OUTPUT, LEGACY_TEXT, MESSAGES, PROMPT, PROMPT_ALIASES, PROMPT_TOKEN_IDS, TEXT
-from hf_triton.protocol.options import BEFORE_INPUTS, PARAMETERS, RequestOptions
 from hf_triton.protocol.parameters import GenerationParameters
-from hf_triton.protocol.ports import OUTPUTS, PROMPT_LOGPROBS, STRING_ARRAYS, check_config, missing_ports
 from hf_triton.protocol.prompts import SOURCES, Limits, decode_texts
+from hf_triton.protocol.request_options import BEFORE_INPUTS, PARAMETERS, RequestOptions
 from hf_triton.protocol.requests import GenerationRequest, is_cancel_request, parse_request, with_default_outputs
-from hf_triton.protocol.responses import encode_output, encode_timings, outputs_to_fill
-from hf_triton.protocol.tensors import encode_strings
+from hf_triton.protocol.response_outputs import encode_output, encode_timings, outputs_to_fill
+from hf_triton.protocol.tensor_values import encode_strings
 
 MAX_BYTES = 100
 LIMITS = Limits(max_prompts=600, max_prompt_bytes=MAX_BYTES)

@@ -15,8 +15,8 @@ import torch
 
 from hf_triton.engine.sequence import Completion, FinishReason, SequenceGroup
 from hf_triton.errors import CancelledError, GenerationError, HfTritonError, RequestError
-from hf_triton.protocol.options import RequestOptions
-from hf_triton.protocol.ports import OUTPUTS
+from hf_triton.protocol.declared_ports import OUTPUTS
+from hf_triton.protocol.request_options import RequestOptions
 from hf_triton.protocol.requests import GenerationRequest
 from hf_triton.protocol.structured_output import Grammar
 from hf_triton.sampling.params import SamplingParams

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hf_triton.protocol.chat import parse_chat
+from hf_triton.protocol.chat_request import parse_chat
 from hf_triton.tasks.text_generation.message import MessageReader
 from hf_triton.tasks.text_generation.response_template import MessageFormat, shipped_names, shipped_template
 

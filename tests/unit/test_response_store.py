@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hf_triton_gateway.agents.response_store import ResponseStore, StoredResponse
-from hf_triton_gateway.http.errors import ApiError
+from hf_triton_gateway.http.api_errors import ApiError
 
 
 class Clock:

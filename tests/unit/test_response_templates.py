@@ -12,8 +12,8 @@ from typing import Any, Final
 import pytest
 
 from hf_triton.errors import RequestError, SettingsError
-from hf_triton.protocol.chat import parse_chat
-from hf_triton.protocol.thinking import Thinking
+from hf_triton.protocol.chat_request import parse_chat
+from hf_triton.protocol.thinking_switches import Thinking
 from hf_triton.tasks.text_generation.message import CallArrayReader, MessageReader, NamedCallReader
 from hf_triton.tasks.text_generation.response_parser import MAX_SPACE
 from hf_triton.tasks.text_generation.response_template import (

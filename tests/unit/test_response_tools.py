@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from hf_triton_gateway.agents.response_tools import ResponseTools
-from hf_triton_gateway.http.errors import ApiError
+from hf_triton_gateway.http.api_errors import ApiError
 
 
 def function(name: str, **fields: object) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import pytest
 
 from hf_triton.engine.sequence import Completion, SequenceGroup
 from hf_triton.errors import CancelledError
-from hf_triton.protocol.options import RequestOptions
+from hf_triton.protocol.request_options import RequestOptions
 from hf_triton.protocol.requests import GenerationRequest
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.tasks.checked_hooks import CheckedHooks

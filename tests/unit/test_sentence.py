@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hf_triton.errors import RequestError, clip, read_error_data
-from hf_triton.protocol.options import PARAMETERS
+from hf_triton.protocol.request_options import PARAMETERS
 from hf_triton.sentence import param, plain, remedy, renamed, row, text
 from hf_triton_gateway.http.client_names import ClientNames
 

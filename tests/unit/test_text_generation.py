@@ -18,9 +18,9 @@ from hf_triton.engine.sequence import Completion, Outcome, SequenceGroup
 from hf_triton.engine.types import EngineLoad
 from hf_triton.errors import CancelledError, GenerationError, HfTritonError, RequestError, SettingsError
 from hf_triton.grammar.compiler import GrammarCompiler
-from hf_triton.protocol.options import RequestOptions
 from hf_triton.protocol.parameters import GenerationParameters
 from hf_triton.protocol.prompts import Limits, Prompt
+from hf_triton.protocol.request_options import RequestOptions
 from hf_triton.protocol.requests import GenerationRequest
 from hf_triton.protocol.structured_output import Grammar
 from hf_triton.sampling.params import SamplingParams

@@ -14,7 +14,7 @@ from transformers import AddedToken, PreTrainedTokenizerFast
 from hf_triton.grammar.compiler import GrammarCompiler
 from hf_triton.grammar.thinking import MAX_SPACES, ThinkingConstraint
 from hf_triton.protocol.structured_output import Grammar
-from hf_triton.protocol.thinking import Thinking
+from hf_triton.protocol.thinking_switches import Thinking
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.tasks.text_generation.message import MessageReader, ThinkingReader
 from tests.support.grammars import allowed_tokens, choice, json_schema, regex

@@ -10,7 +10,7 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from hf_triton_gateway.http.errors import ApiError
+from hf_triton_gateway.http.api_errors import ApiError
 from hf_triton_gateway.triton.endpoint import Endpoint
 from hf_triton_gateway.triton.triton_messages import EMBEDDING, EMBEDDINGS, TextRequest
 from hf_triton_gateway.triton.triton_models import TritonModels

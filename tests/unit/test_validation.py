@@ -8,8 +8,8 @@ import annotated_types
 import pytest
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 
-from hf_triton.protocol.options import RequestOptions
 from hf_triton.protocol.parameters import GenerationParameters
+from hf_triton.protocol.request_options import RequestOptions
 from hf_triton.protocol.validation import (
     MAX_ENTRIES,
     allowed,

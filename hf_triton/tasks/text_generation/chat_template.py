@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from hf_triton.errors import RequestError, SettingsError, clip
-from hf_triton.protocol.chat import RESERVED, Chat
+from hf_triton.protocol.chat_request import RESERVED, Chat
 from hf_triton.protocol.names import MESSAGES, PROMPT
-from hf_triton.protocol.thinking import SWITCHES, switched, unread
+from hf_triton.protocol.thinking_switches import SWITCHES, switched, unread
 from hf_triton.sentence import param, plain
 from hf_triton.tasks.text_generation.form_finder import FormFinder, names_role
 

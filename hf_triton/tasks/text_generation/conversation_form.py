@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Final, TypeAlias
 
-from hf_triton.protocol.chat import ASSISTANT, TOOL
+from hf_triton.protocol.chat_request import ASSISTANT, TOOL
 from hf_triton.protocol.past import REASONING
 
 Message: TypeAlias = dict[str, Any]

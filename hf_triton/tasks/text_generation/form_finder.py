@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any, Final
 
 from hf_triton.errors import RequestError, clip
-from hf_triton.protocol.chat import ASSISTANT, Chat
+from hf_triton.protocol.chat_request import ASSISTANT, Chat
 from hf_triton.protocol.names import MESSAGES
 from hf_triton.sentence import param
 from hf_triton.tasks.text_generation.conversation_form import (

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from hf_triton.protocol.custom_tools import CUSTOM, INPUT, input_of
-from hf_triton.protocol.thinking import Thinking
+from hf_triton.protocol.thinking_switches import Thinking
 
 REASONING_CONTENT: Final = "reasoning_content"
 BARE_CALL: Final = frozenset({"name", "id", "type"})

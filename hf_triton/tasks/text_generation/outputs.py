@@ -11,11 +11,11 @@ from functools import cache, partial
 from typing import Any, Final
 
 from hf_triton.engine.sequence import Completion, FinishReason
+from hf_triton.protocol.declared_ports import MESSAGE, PROMPT_LOGPROBS
 from hf_triton.protocol.names import JSON_OUTPUT, LEGACY_TEXT, TEXT
-from hf_triton.protocol.ports import MESSAGE, PROMPT_LOGPROBS
 from hf_triton.protocol.requests import GenerationRequest
-from hf_triton.protocol.responses import encode_output, outputs_to_fill
-from hf_triton.protocol.tensors import Array
+from hf_triton.protocol.response_outputs import encode_output, outputs_to_fill
+from hf_triton.protocol.tensor_values import Array
 from hf_triton.sampling.types import TokenLogprobs
 from hf_triton.tasks.text_generation.detokenizer import REPLACEMENT
 from hf_triton.tasks.text_generation.prepare import PreparedPrompt, PromptPreparer

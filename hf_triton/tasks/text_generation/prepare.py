@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hf_triton.errors import RequestError
 from hf_triton.grammar.compiler import GrammarCompiler
-from hf_triton.protocol.chat import Chat
+from hf_triton.protocol.chat_request import Chat
 from hf_triton.protocol.names import PROMPT_TOKEN_IDS
 from hf_triton.protocol.parameters import GenerationParameters
 from hf_triton.protocol.prompts import Prompt, prompt_name
 from hf_triton.protocol.requests import GenerationRequest
-from hf_triton.protocol.thinking import Thinking, switched
+from hf_triton.protocol.thinking_switches import Thinking, switched
 from hf_triton.protocol.tool_choice import ForcedCall
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.types import Constraint

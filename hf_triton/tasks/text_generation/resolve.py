@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields
 from typing import Any, Final
 
 from hf_triton.errors import RequestError
-from hf_triton.protocol.options import RequestOptions
 from hf_triton.protocol.parameters import (
     GREEDY_BELOW,
     GenerationParameters,
@@ -17,6 +16,7 @@ from hf_triton.protocol.parameters import (
     check_best_of,
     check_min_new_tokens,
 )
+from hf_triton.protocol.request_options import RequestOptions
 from hf_triton.protocol.structured_output import Grammar
 from hf_triton.protocol.tool_choice import ForcedCall
 from hf_triton.sampling.params import SamplingParams

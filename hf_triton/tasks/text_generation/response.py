@@ -19,7 +19,7 @@ from hf_triton.engine.sequence import Completion, FinishReason, Outcome, Sequenc
 from hf_triton.errors import CancelledError, HfTritonError, as_own_error, panics_as_errors
 from hf_triton.grammar.constraint import OwnConstraint
 from hf_triton.protocol.requests import GenerationRequest
-from hf_triton.protocol.responses import encode_timings
+from hf_triton.protocol.response_outputs import encode_timings
 from hf_triton.sampling.types import Constraint, LogitsProcessor, TokenLogprobs
 from hf_triton.tasks.interface import ResponseConfig
 from hf_triton.tasks.serving.request import InferenceRequest

@@ -19,8 +19,8 @@ from typing import Any, Final
 import regex  # type: ignore[import-untyped]
 
 from hf_triton.errors import SettingsError, where
-from hf_triton.protocol.chat import Chat
-from hf_triton.protocol.thinking import Thinking
+from hf_triton.protocol.chat_request import Chat
+from hf_triton.protocol.thinking_switches import Thinking
 from hf_triton.protocol.validation import suggest
 from hf_triton.tasks.text_generation.message import (
     MessagePlan,

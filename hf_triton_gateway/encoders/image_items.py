@@ -13,15 +13,15 @@ from fastapi import Request
 from hf_triton.protocol.task_declaration import IMAGE, TEXT
 from hf_triton_gateway.chat.conversation import parse_at
 from hf_triton_gateway.chat.fields import HINT, MAX_TEXTS, Fields, Ignored
-from hf_triton_gateway.encoders.encoders import NUM_TOKENS, EncoderFields, encode, texts_or_tokens
+from hf_triton_gateway.encoders.encoders import NUM_TOKENS, EncoderFields, encode, rows_of, texts_or_tokens
+from hf_triton_gateway.http.api_errors import ApiError
 from hf_triton_gateway.http.bodies import JsonRoute
-from hf_triton_gateway.http.errors import ApiError
 from hf_triton_gateway.triton.triton_messages import Outputs, size_of
 
 Parts = Annotated[list[str | dict[str, Any]], annotated_types.MaxLen(MAX_TEXTS)]
 Items: TypeAlias = dict[str, dict[int, str]]
-"""By a model's input, its elements by their places in the client's list."""
-Found: TypeAlias = list[tuple[list[int], Outputs]]
+"""Elements by the model's input, and by their places in the client's list."""
+ItemOutputs: TypeAlias = list[tuple[list[int], Outputs]]
 """The outputs of each kind of item, with the items' places in the client's list."""
 DATA_URI: Final = re.compile(r"data:image/[\w.+-]+;base64,", re.IGNORECASE)
 
@@ -48,16 +48,7 @@ class _TextPart(Fields):
 
 
 def read_items(field: str, value: Any, *, strings_too: bool = False) -> Items:
-    """The texts, token ids or images of a field.
-
-    Args:
-        field: Its name.
-        value: As the request's model has checked it.
-        strings_too: Whether a string that is an image's data URI is one; if not, it is a text.
-
-    Raises:
-        ApiError: One is empty, or no data URI.
-    """
+    """The texts, token ids or images of a field; with `strings_too` a string that is an image's data URI is one."""
     parts = value if isinstance(value, list) else [value]
     if not any(isinstance(part, dict) or (strings_too and _is_image(part)) for part in parts):
         name, texts = texts_or_tokens(field, value)
@@ -96,9 +87,9 @@ async def encode_items(
     outputs: Sequence[str],
     parameters: Mapping[str, bool | int | str | None],
     field: str = "input",
-) -> Found:
+) -> ItemOutputs:
     """The outputs of all items, which are of a field; other arguments as `encode` has them."""
-    found: Found = []
+    found: ItemOutputs = []
     is_one = sum(map(len, items.values())) == 1
     for name, elements in items.items():
         texts, places, names = {name: [*elements.values()]}, [*elements], {name: field}
@@ -108,22 +99,15 @@ async def encode_items(
     return found
 
 
-def size_of_found(found: Found) -> int:
-    """About how many bytes it has."""
+def size_of_items(found: ItemOutputs) -> int:
     return sum(size_of(outputs) for _, outputs in found)
 
 
-def rows_of(found: Found, outputs: Sequence[str]) -> tuple[list[dict[str, Any]], dict[str, int]]:
+def item_rows(found: ItemOutputs, outputs: Sequence[str]) -> tuple[list[dict[str, Any]], dict[str, int]]:
     """The outputs of each item in the client's order, and the usage."""
     rows: dict[int, dict[str, Any]] = {}
     for places, given in found:
-        for index, place in enumerate(places):
-            rows[place] = {output: _row(given[output], index, len(places)) for output in outputs}
+        values = zip(*(rows_of(given[output], len(places)) for output in outputs), strict=True)
+        rows |= {place: dict(zip(outputs, row, strict=True)) for place, row in zip(places, values, strict=True)}
     num_tokens = sum(sum(given[NUM_TOKENS]) for _, given in found)
     return [rows[place] for place in sorted(rows)], {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-
-
-def _row(values: list[Any], index: int, num_rows: int) -> list[Any]:
-    """The values of one row, of as many for each."""
-    width = len(values) // num_rows
-    return values[index * width : (index + 1) * width]

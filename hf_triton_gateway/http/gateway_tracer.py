@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from starlette.types import Scope
 
-from hf_triton.protocol.tracing import TRACEPARENT, Tracing, build_tracing
+from hf_triton.protocol.otlp import TRACEPARENT, Tracing, build_tracing
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span

@@ -13,13 +13,12 @@ import annotated_types
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from hf_triton_gateway.chat.answers import now_s
+from hf_triton_gateway.app_state import request_id_of
 from hf_triton_gateway.chat.conversation import parse_at
 from hf_triton_gateway.chat.fields import MAX_TEXTS, Fields, Ignored, Texts
-from hf_triton_gateway.encoders.encoders import EncoderFields, encode, text_list, usage_of
-from hf_triton_gateway.gateway import request_id_of
+from hf_triton_gateway.encoders.encoders import EncoderFields, encode, response_head, text_list, usage_of
+from hf_triton_gateway.http.api_errors import RESPONSES, ApiError
 from hf_triton_gateway.http.bodies import JsonRoute, beside_loop, json_response
-from hf_triton_gateway.http.errors import RESPONSES, ApiError
 from hf_triton_gateway.triton.triton_messages import RERANK
 
 router = APIRouter(route_class=JsonRoute)
@@ -40,7 +39,7 @@ class ScoringFields(EncoderFields):
     task_of_model: ClassVar[str | None] = RERANK
 
     max_tokens_per_doc: Annotated[int, annotated_types.Ge(1), annotated_types.Le(2**31 - 1)] | None = None
-    """To how many of its own tokens, the first ones, each longer document is cut. By default none is."""
+    """A longer document is cut to this many of its own tokens, the first ones. By default none is."""
 
     def parameters(self) -> dict[str, int | None]:
         """The parameters of the model's task."""
@@ -88,11 +87,7 @@ class ScoreRequest(ScoringFields):
     """Another name of `text_2`, beside `data_1`."""
 
     def pair(self) -> tuple[str, str]:
-        """The names by which the texts are given.
-
-        Raises:
-            ApiError: They are no pair.
-        """
+        """The names by which the texts are given."""
         given = self.model_fields_set - ScoringFields.model_fields.keys()
         pair = next((pair for pair in PAIRS if {*pair} == given), None)
         if pair is None:
@@ -146,8 +141,3 @@ async def score(body: ScoreRequest, request: Request) -> Response:
     data = [{"index": index, "object": "score", "score": each} for index, each in enumerate(outputs[SCORE])]
     answer = {**response_head(body, request, "score"), "data": data, "usage": usage_of(outputs)}
     return await json_response(64 * len(data), dict, answer)
-
-
-def response_head(body: EncoderFields, request: Request, kind: str) -> dict[str, Any]:
-    """What a response begins with."""
-    return {"id": f"{kind}-{request_id_of(request)}", "object": "list", "created": now_s(), "model": body.model}

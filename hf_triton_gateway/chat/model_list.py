@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from hf_triton_gateway.app_state import gateway_of
 from hf_triton_gateway.chat.fields import Fields
-from hf_triton_gateway.gateway import gateway_of
 from hf_triton_gateway.http.bodies import JsonRoute
 from hf_triton_gateway.http.sse import RESPONSES, event
 from hf_triton_gateway.keys.accounts import check_model

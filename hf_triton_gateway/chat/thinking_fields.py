@@ -29,11 +29,7 @@ class _Extension(Fields):
 
 
 def read_thinking(thinking: dict[str, Any] | None, nvext: dict[str, Any] | None) -> tuple[bool, int | None]:
-    """Whether a request switches thinking off, and its budget in tokens.
-
-    Raises:
-        ApiError: A field is invalid.
-    """
+    """Whether a request switches thinking off, and its budget in tokens."""
     extension = parse_at(_Extension, "nvext", nvext or {})
     if thinking is None:
         return False, extension.max_thinking_tokens

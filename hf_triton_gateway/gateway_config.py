@@ -22,16 +22,12 @@ Count = Annotated[int, annotated_types.Ge(1), annotated_types.Le(2**31 - 1)]
 UNITS_S: Final = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 FOR_EVER: Final = -1.0
 ORIGIN: Final = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
-"""As browsers send it, without a path; another text would match none."""
+"""Browsers send it so, without a path; another text would match none."""
 DEFAULT_KEEP_ALIVE_S: Final = 600.0
 
 
 def read_duration(value: object) -> object:
-    """Seconds of a duration such as `10m`.
-
-    Raises:
-        ValueError: It is none.
-    """
+    """Seconds of a duration such as `10m`; a `ValueError` for what is none."""
     parsed = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([smh]?)", value) if isinstance(value, str) else None
     if parsed is not None:
         return float(parsed[1]) * UNITS_S[parsed[2]]
@@ -85,11 +81,7 @@ class TritonAddress(BaseModel):
 
 
 def both_or_none(key: Path | None, info: ValidationInfo, certificate: str) -> Path | None:
-    """A private key.
-
-    Raises:
-        ValueError: It is there without its certificate, or the certificate without it.
-    """
+    """A private key; a `ValueError` if it is there without its certificate, or that without it."""
     if (key is None) != (info.data.get(certificate) is None):
         raise ValueError(f"{info.field_name} belongs to {certificate}: give both, or neither")
     return key
@@ -187,7 +179,6 @@ class GatewayConfig(TritonAddress):
 
     @property
     def scheme(self) -> str:
-        """Of its addresses."""
         return "http" if self.ssl_certfile is None else "https"
 
     @field_validator("ssl_keyfile")

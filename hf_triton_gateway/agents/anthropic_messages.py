@@ -13,19 +13,26 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from hf_triton.errors import clip
-from hf_triton.protocol.chat import MAX_MESSAGES, MAX_TOOLS
-from hf_triton_gateway.agents.agents import ANY, AgentRequest, function_tool, has_calls, named_event, stream_steps
-from hf_triton_gateway.agents.blocks import Blocks, Step, blocks_of
+from hf_triton.protocol.chat_request import MAX_MESSAGES, MAX_TOOLS
+from hf_triton_gateway.agents.agents import (
+    ANY,
+    AgentRequest,
+    ToolFields,
+    has_calls,
+    named_event,
+    read_tool,
+    stream_steps,
+)
+from hf_triton_gateway.agents.answer_blocks import Blocks, Step, blocks_of
 from hf_triton_gateway.agents.message_blocks import block_delta, content_block, read_messages
+from hf_triton_gateway.app_state import Gateway, gateway_of, request_id_of
 from hf_triton_gateway.chat.answers import COUNTS, finish_reason_of, message_of, stop_reason_of
 from hf_triton_gateway.chat.conversation import Conversation, parse_at
 from hf_triton_gateway.chat.fields import HINT, ONE_TIER, Fields, Ignored, StopStrings
-from hf_triton_gateway.gateway import Gateway, gateway_of, request_id_of
+from hf_triton_gateway.http.api_errors import ANTHROPIC_RESPONSES, ApiError
 from hf_triton_gateway.http.bodies import JsonRoute, beside_loop, json_response
 from hf_triton_gateway.http.client_names import ELSEWHERE
 from hf_triton_gateway.http.disconnect import run_while_connected
-from hf_triton_gateway.http.errors import ANTHROPIC_RESPONSES, ApiError
-from hf_triton_gateway.http.hints import pass_over
 from hf_triton_gateway.http.sse import RESPONSES, EventStream
 from hf_triton_gateway.triton.triton_messages import Generation, Outputs, size_of
 
@@ -41,7 +48,8 @@ CHOICES: Final[Mapping[str, str]] = {"auto": "auto", "any": "required", "none": 
 """Types of `tool_choice`, and what the chat calls them."""
 
 
-class _Tool(Fields):
+class _Tool(ToolFields):
+    chat_names: ClassVar[Mapping[str, str]] = {"input_schema": "parameters"}
     ignored: ClassVar[Mapping[str, Ignored]] = {
         "type": ANY,
         **dict.fromkeys(("cache_control", "input_examples"), HINT),
@@ -49,9 +57,10 @@ class _Tool(Fields):
         "allowed_callers": Ignored((["direct"],)),
         "defer_loading": Ignored((False,)),
     }
-    name: Annotated[str, annotated_types.MinLen(1)]
-    description: str | None = None
     input_schema: dict[str, Any]
+
+
+TOOLS: Final = {"custom": _Tool}
 
 
 class _Choice(Fields):
@@ -74,8 +83,7 @@ class CountRequest(AgentRequest):
         "service_tier": ONE_TIER,
         "speed": Ignored(("standard",), is_hint=True),
         **dict.fromkeys(
-            ("container", "mcp_servers"),
-            Ignored(reason="is for tools that run on the server, and this one has none"),
+            ("container", "mcp_servers"), Ignored(reason="is for tools that run on the server, and this one has none")
         ),
     }
 
@@ -89,7 +97,7 @@ class CountRequest(AgentRequest):
     """Functions that the model may call, with an `input_schema`."""
 
     tool_choice: dict[str, Any] | None = None
-    """Of type `auto`, `any`, `tool` with a `name`, or `none`; with `disable_parallel_tool_use`."""
+    """Its type is `auto`, `any`, `tool` with a `name`, or `none`; `disable_parallel_tool_use` may stand beside it."""
 
     output_config: dict[str, Any] | None = None
     """`format`: a JSON schema that the answer follows."""
@@ -101,15 +109,10 @@ class CountRequest(AgentRequest):
     """`enabled` with `budget_tokens`, after which thinking ends; or `disabled`, for no thinking."""
 
     def chat_fields(self, conversation: Conversation) -> dict[str, object]:
-        """The chat's fields.
-
-        Raises:
-            ApiError: A field asks for what is not served.
-        """
         choice, parallel = _read_choice(self.tool_choice)
         output = parse_at(_OutputConfig, "output_config", self.output_config or {})
         places = {f"tools[{index}]": tool for index, tool in enumerate(self.tools or ())}
-        tools = {place: read for place, tool in places.items() if (read := _read_tool(place, tool))}
+        tools = {place: read.chat_tool() for place, tool in places.items() if (read := read_tool(TOOLS, place, tool))}
         conversation.tool_places = list(tools)
         return {
             "tools": list(tools.values()) or None,
@@ -140,22 +143,7 @@ class MessagesRequest(CountRequest):
     """Up to 16 strings; generation stops before the first of them."""
 
     def chat_fields(self, conversation: Conversation) -> dict[str, object]:
-        """The chat's fields, with those of generating."""
-        return {
-            **super().chat_fields(conversation),
-            "max_tokens": self.max_tokens,
-            "stop": self.stop_sequences or None,
-        }
-
-
-def _read_tool(place: str, tool: object) -> dict[str, Any] | None:
-    """The chat's tool; None: one that the client expects the server or the model to know."""
-    kind = tool.get("type") if isinstance(tool, dict) else None
-    if isinstance(kind, str) and kind != "custom":
-        pass_over(f"{place}.{kind}")
-        return None
-    checked = parse_at(_Tool, place, tool)
-    return function_tool(checked.name, checked.description, checked.input_schema)
+        return {**super().chat_fields(conversation), "max_tokens": self.max_tokens, "stop": self.stop_sequences or None}
 
 
 def _read_choice(choice: dict[str, Any] | None) -> tuple[object, bool | None]:
@@ -197,13 +185,11 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
 async def _generation(
     request: Request, body: CountRequest, conversation: Conversation, chat: Mapping[str, object]
 ) -> Generation:
-    """What to ask of Triton."""
     made = await beside_loop(request, body.generation, request_id_of(request), conversation, body.names(), **chat)
     return dataclasses.replace(made, num_bytes=len(await request.body()))
 
 
 def _message(generation: Generation, outputs: Outputs) -> dict[str, Any]:
-    """Anthropic's `message`."""
     blocks = blocks_of(message_of(outputs, 0))
     ending = {**_ending(outputs, calls_tools=has_calls(blocks)), "usage": _usage(outputs)}
     return _head(generation, outputs) | {"content": [content_block(block) for block in blocks]} | ending
@@ -236,7 +222,6 @@ def _head(generation: Generation, outputs: Outputs) -> dict[str, Any]:
 
 
 def _ending(outputs: Outputs, *, calls_tools: bool) -> dict[str, Any]:
-    """Why a message ended."""
     if finish_reason_of(outputs, 0) == "length":
         return {"stop_reason": "max_tokens", "stop_sequence": None}
     if stop := stop_reason_of(outputs, 0):

@@ -60,7 +60,6 @@ class Blocks:
             yield from self._extend(block, tool.get("input" if is_custom else "arguments") or "")
 
     def end(self) -> Iterator[Step]:
-        """End the last block, if it has not ended."""
         if self._is_open:
             self._is_open = False
             yield "end", self.blocks[-1], ""
@@ -81,7 +80,6 @@ class Blocks:
 
 
 def blocks_of(message: Mapping[str, Any]) -> list[Block]:
-    """The blocks of a whole message."""
     blocks = Blocks()
     for _ in blocks.feed(message):
         pass

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from hf_triton.protocol.declared_ports import OUTPUTS, PROMPT_LOGPROBS
 from hf_triton.protocol.names import LEGACY_TEXT, TEXT
-from hf_triton.protocol.ports import OUTPUTS, PROMPT_LOGPROBS
 from hf_triton.protocol.requests import GenerationRequest
-from hf_triton.protocol.tensors import Array, encode_strings
+from hf_triton.protocol.tensor_values import Array, encode_strings
 
 
 def outputs_to_fill(
@@ -31,13 +31,7 @@ def outputs_to_fill(
 
 
 def encode_output(name: str, values: Sequence[Any], shape: tuple[int, ...]) -> Array:
-    """An output of a response.
-
-    Args:
-        name: One of `OUTPUTS`.
-        values: In row order, those of one prompt side by side.
-        shape: The request's.
-    """
+    """An output of a response; the values are in row order, those of one prompt side by side."""
     if OUTPUTS[name] == "TYPE_STRING":
         return encode_strings(values, shape)
     dtype = np.float32 if OUTPUTS[name] == "TYPE_FP32" else np.uint32

@@ -35,11 +35,7 @@ def _chat_position(tokens: list[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _chat_token(token: Mapping[str, Any]) -> dict[str, Any]:
     data = _bytes_of(token)
-    return {
-        "token": token["decoded_token"],
-        "logprob": token["logprob"],
-        "bytes": None if data is None else [*data],
-    }
+    return {"token": token["decoded_token"], "logprob": token["logprob"], "bytes": None if data is None else [*data]}
 
 
 def _bytes_of(token: Mapping[str, Any]) -> bytes | None:
@@ -55,7 +51,7 @@ def _top(tokens: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 class TextOffsets:
-    """Where the tokens of a choice begin in its text: those of one character all where it does."""
+    """The positions of a choice's tokens in its text: those of one character all begin where it does."""
 
     def __init__(self) -> None:
         self._num_characters = 0

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from starlette.requests import Request
 
 from hf_triton_gateway.agents.response_store import ResponseStore
-from hf_triton_gateway.config import GatewayConfig
-from hf_triton_gateway.http.metrics import Metrics
+from hf_triton_gateway.gateway_config import GatewayConfig
+from hf_triton_gateway.http.gateway_metrics import Metrics
 from hf_triton_gateway.triton.triton_models import TritonModels
 
 
@@ -24,7 +24,6 @@ class Gateway:
 
 
 def gateway_of(request: Request) -> Gateway:
-    """The gateway that serves a request."""
     gateway: Gateway = request.app.state.gateway
     return gateway
 

@@ -21,6 +21,7 @@ from hf_triton.errors import RequestError, clip
 from hf_triton.protocol.custom_tools import (
     CUSTOM,
     CustomTool,
+    FunctionTool,
     as_function,
     as_function_call,
     custom_of,
@@ -104,7 +105,7 @@ def _log_hosted(kind: str) -> None:
 
 def _read_tool(name: str, tool: object) -> dict[str, Any]:
     if not isinstance(tool, dict) or tool.get("type") != CUSTOM:
-        read = _function_object(name, _Tool, tool)
+        read = _function_object(name, FunctionTool, tool)
         return read | {"function": {key: given for key, given in read["function"].items() if given is not None}}
     custom = _checked(f"{name}.{CUSTOM}", CustomTool, tool.get(CUSTOM))
     try:
@@ -186,12 +187,6 @@ class _Declared(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, use_attribute_docstrings=True)
 
 
-class _Tool(_Declared):
-    name: Annotated[str, annotated_types.MinLen(1)]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-
-
 class _ToolCall(_Declared):
     name: Annotated[str, annotated_types.MinLen(1)]
     arguments: Annotated[dict[str, Any], BeforeValidator(_read_arguments)] = {}
@@ -224,12 +219,7 @@ class ChatOptions(_Declared):
     one."""
 
     tools: (
-        Annotated[
-            tuple[dict[str, Any], ...],
-            annotated_types.MaxLen(MAX_TOOLS),
-            BeforeValidator(_read_tools),
-        ]
-        | None
+        Annotated[tuple[dict[str, Any], ...], annotated_types.MaxLen(MAX_TOOLS), BeforeValidator(_read_tools)] | None
     ) = None
     """Functions that the model may call, as in OpenAI's API:
     `[{"type": "function", "function": {"name": "weather", "parameters": {}}}]`; also custom tools, of one text:

@@ -9,7 +9,7 @@ from typing import Annotated, Final
 import annotated_types
 from pydantic import BaseModel, ConfigDict
 
-from hf_triton.protocol.chat import ChatOptions
+from hf_triton.protocol.chat_request import ChatOptions
 from hf_triton.protocol.model_info import MODEL_INFO
 from hf_triton.protocol.names import CANCEL
 from hf_triton.protocol.parameters import GenerationParameters
@@ -127,10 +127,6 @@ NO_OPTIONS: Final = RequestOptions()
 
 
 def parse_options(values: Mapping[str, object]) -> RequestOptions:
-    """Check the parameters among `values` that are request options.
-
-    Raises:
-        RequestError: A value is impossible.
-    """
+    """Check the parameters among `values` that are request options."""
     given = {name: value for name, value in values.items() if name in OPTIONS}
     return validated(RequestOptions, given) if given else NO_OPTIONS

@@ -9,8 +9,8 @@ from typing import Any, Final
 from hf_triton.errors import SettingsError
 from hf_triton.protocol.dialects import ALIASES, DIALECT_INPUTS, DIALECT_TYPES, SUGGESTIONS
 from hf_triton.protocol.names import JSON_OUTPUT, LEGACY_TEXT, MESSAGES, PROMPT, PROMPT_ALIASES, PROMPT_TOKEN_IDS, TEXT
-from hf_triton.protocol.options import BEFORE_INPUTS, PARAMETERS
 from hf_triton.protocol.prompts import SOURCES
+from hf_triton.protocol.request_options import BEFORE_INPUTS, PARAMETERS
 from hf_triton.protocol.validation import suggest, value_type
 
 MESSAGE: Final = "message"
@@ -44,7 +44,7 @@ TENSOR_TYPES: Final[Mapping[type, tuple[str, ...]]] = {
     str: ("TYPE_STRING",),
     dict: ("TYPE_STRING",),
 }
-"""By the Python type of a parameter or of its elements, the declared type first; objects are JSON strings."""
+"""Tensor types by the Python type of a parameter or its elements, the declared one first; objects are JSON strings."""
 
 
 def missing_ports(
@@ -154,11 +154,7 @@ def check_config(
 
 
 def _check_dims(port: Mapping[str, Any], is_batched: bool) -> None:
-    """Refuse an input's dimensions that no client's tensor has: `[n]`, or `[batch, n]` with the batch's own.
-
-    Raises:
-        SettingsError: Says what they may be.
-    """
+    """Refuse an input's dimensions that no client's tensor has: `[n]`, or `[batch, n]` with the batch's own."""
     dims, most = list(map(int, port.get("dims", ()))), 1 if is_batched else 2
     if not 1 <= len(dims) <= most:
         batch = ", behind the batch of max_batch_size" if is_batched else " or [ -1, 1 ]"

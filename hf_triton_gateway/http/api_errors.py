@@ -54,11 +54,7 @@ COHERE_PATH: Final = "/v2/"
 TEI_PATHS: Final = ("/embed", "/embed_all", "/embed_sparse", "/predict", "/similarity", "/info", "/")
 TEI_TYPES: Final[Mapping[int, str]] = {424: "Backend", 429: "Overloaded", 503: "Unhealthy"}
 """Text Embeddings Inference's type of error by status; `Validation` below 500, otherwise `Backend`."""
-DEFAULT_CODES: Final[Mapping[int, str]] = {
-    404: "not_found",
-    405: "method_not_allowed",
-    415: "unsupported_media_type",
-}
+DEFAULT_CODES: Final[Mapping[int, str]] = {404: "not_found", 405: "method_not_allowed", 415: "unsupported_media_type"}
 """Codes of errors that have none of their own, by status; below 500, otherwise `internal`."""
 RETRY_AFTER_S: Final = 1
 UNREADABLE: Final = "There was an error parsing the body"
@@ -130,7 +126,7 @@ _PATH: Final = re.compile(r"""'[.~]{0,2}/[^']+'|(?<![\w:/.~-])[.~]{0,2}/(?!v\d/)
 
 
 class ApiError(HTTPException):
-    """A request's failure, as the client sees it.
+    """A request's failure, as the client sees it; what serves a request may raise it anywhere.
 
     Args:
         status: HTTP status.
@@ -222,7 +218,7 @@ def too_large(max_bytes: int) -> ApiError:
 
 
 def gateway_stops() -> ApiError:
-    """To a request that is still in flight when the gateway's time for that is over."""
+    """The answer to a request that is still in flight when the gateway's time for that is over."""
     return ApiError(503, "the gateway stops: send the request again later", code="shutting_down")
 
 

@@ -21,11 +21,11 @@ from hf_triton.errors import clip
 from hf_triton.protocol.names import JSON_OUTPUT
 from hf_triton.protocol.task_declaration import AUDIO
 from hf_triton.protocol.validation import parse_boolean
+from hf_triton_gateway.app_state import gateway_of, request_id_of
 from hf_triton_gateway.chat.fields import IGNORED, Fields, Ignored
-from hf_triton_gateway.gateway import gateway_of, request_id_of
+from hf_triton_gateway.http.api_errors import RESPONSES, ApiError
 from hf_triton_gateway.http.bodies import named_model, read_body
 from hf_triton_gateway.http.disconnect import run_while_connected
-from hf_triton_gateway.http.errors import RESPONSES, ApiError
 from hf_triton_gateway.http.sse import EventStream, event
 from hf_triton_gateway.triton.triton_messages import SPEECH, TextRequest, adapter_name
 
@@ -35,7 +35,7 @@ FILE: Final = "file"
 TASK: Final = "task"
 GRANULARITIES: Final = "timestamp_granularities"
 FILE_TYPES: Final = ("audio/", "video/", "application/octet-stream")
-"""Of a body that is the file itself."""
+"""The types of a body that is the file itself."""
 MAX_FIELDS: Final = 32
 MAX_FIELD_LENGTH: Final = 64 << 10
 FORMATS: Final = {
@@ -85,7 +85,7 @@ class TranscriptionFields(SpeechFields):
     """Language of the audio, by its code or its English name; by default the model detects it."""
 
     timestamp_granularities: list[Literal["segment", "word"]] | None = None
-    """For `verbose_json`: whose times it has. By default those of segments."""
+    """What `verbose_json` has the times of. By default segments."""
 
     stream: bool | None = None
     """Whether to send the text as server-sent events, when it is whole."""
@@ -149,11 +149,7 @@ class _Parser(MultiPartParser):
 
 
 async def _read_form(request: Request, fields: type[AnyFields]) -> tuple[AnyFields, bytes]:
-    """The fields of a form, and its file; of a body that is the file itself, those of the query.
-
-    Raises:
-        ApiError: It is no form and no audio, has no file, or a field is wrong.
-    """
+    """The fields of a form, and its file; of a body that is the file itself, those of the query."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "multipart/form-data" and not media_type.startswith(FILE_TYPES):
         message = "the body must be a form with a file: send it as multipart/form-data, or the file alone as audio/..."
@@ -191,11 +187,7 @@ async def _parse_form(request: Request, body: bytes) -> FormData:
 def _values(
     form: ImmutableMultiDict[str, str | UploadFile] | QueryParams, known: Collection[str]
 ) -> Iterator[tuple[str, object]]:
-    """The fields by name, those that are not empty; a name that ends in `[]` is a list.
-
-    Raises:
-        ApiError: A field is given twice, as a file, or is too long.
-    """
+    """The fields by name, those that are not empty; a name that ends in `[]` is a list."""
     for key in form:
         name, values = key.removesuffix("[]"), form.getlist(key)
         if values == [""]:
@@ -234,11 +226,7 @@ def _read(name: str, value: str) -> object:
 async def _transcript(
     request: Request, body: SpeechFields, data: bytes, task: str, **parameters: str | None
 ) -> dict[str, Any]:
-    """The model's output `output` for an audio.
-
-    Raises:
-        ApiError: The request is refused, the model has another task, or the client has left.
-    """
+    """The model's output `output` for an audio."""
     gateway = gateway_of(request)
     if adapter := adapter_name(body.model, None):
         message = f"there is no adapter {clip(adapter)}: models of speech take none"

@@ -45,12 +45,7 @@ def switched(variables: Mapping[str, Any]) -> bool | None:
 
 
 def unread(variables: Mapping[str, Any], settable: Collection[str]) -> list[str]:
-    """Those of a chat's template variables that change no prompt of a template.
-
-    Args:
-        variables: The request's.
-        settable: The variables that the template reads.
-    """
+    """The variables of a chat that change no prompt of a template, which reads the `settable` ones."""
     switches = {*SWITCHES, *(["reasoning_effort"] if variables.get("reasoning_effort") == NO_EFFORT else [])}
     read = {*settable, *(switches if not switches.isdisjoint(settable) else ())}
     return [name for name in variables if name not in read]

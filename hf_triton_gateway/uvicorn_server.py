@@ -20,10 +20,10 @@ from uvicorn.supervisors import Multiprocess
 from hf_triton.errors import OneLineFormatter
 from hf_triton.scratch import ScratchFolder
 from hf_triton_gateway.app import build_app
-from hf_triton_gateway.config import GatewayConfig
-from hf_triton_gateway.http.errors import ApiError
+from hf_triton_gateway.gateway_config import GatewayConfig
+from hf_triton_gateway.http.api_errors import ApiError
+from hf_triton_gateway.http.gateway_metrics import SHARED
 from hf_triton_gateway.http.http_rules import LINGER_S
-from hf_triton_gateway.http.metrics import SHARED
 from hf_triton_gateway.http.tls import ServerCertificate
 
 KEEP_ALIVE_S: Final = 75
@@ -47,13 +47,11 @@ class LimitedProtocol(HttpToolsProtocol):
         self._start_read_timer(self.limits.read_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timers."""
         self._stop_read_timer()
         self._stop_write_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Read bytes of a request; refuse a head that is too large."""
         if self._read_timer is None and (self.cycle is None or self.cycle.response_complete):
             self._start_read_timer(self.limits.read_timeout_s)
         super().data_received(data)
@@ -69,17 +67,14 @@ class LimitedProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def on_message_begin(self) -> None:
-        """Start counting."""
         self._num_header_bytes = 0
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        """Count the URL."""
         self._num_header_bytes += len(url)
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Count a header; keep none beyond the limit."""
         self._num_header_bytes += len(name) + len(value)
         if self._num_header_bytes <= self.limits.max_header_bytes:
             super().on_header(name, value)
@@ -90,7 +85,6 @@ class LimitedProtocol(HttpToolsProtocol):
             super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        """The request has arrived."""
         self._stop_read_timer()
         super().on_message_complete()
 
@@ -169,11 +163,7 @@ def uvicorn_config(config: GatewayConfig) -> uvicorn.Config:
 
 
 def run(config: GatewayConfig) -> None:
-    """Serve until SIGINT or SIGTERM.
-
-    Raises:
-        SettingsError: A file of the config cannot be read, or holds something else.
-    """
+    """Serve until SIGINT or SIGTERM."""
     _build_worker_app(config)  # its errors are raised here, not in a worker
     if config.ssl_certfile is not None:
         ServerCertificate(config)

@@ -36,11 +36,7 @@ def wants_traces(environment: Mapping[str, str]) -> bool:
 
 
 class Tracing:
-    """Makes spans and sends them from a thread of its own; a collector that is down costs nothing but its spans.
-
-    Args:
-        provider: OpenTelemetry's.
-    """
+    """Makes spans and sends them from a thread of its own; a collector that is down costs nothing but its spans."""
 
     def __init__(self, provider: TracerProvider) -> None:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator

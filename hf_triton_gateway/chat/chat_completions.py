@@ -14,9 +14,10 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from hf_triton.errors import clip
-from hf_triton.protocol.chat import ASSISTANT, TOOL, hidden_type, unknown_fields
+from hf_triton.protocol.chat_request import ASSISTANT, TOOL, hidden_type, unknown_fields
 from hf_triton.protocol.custom_tools import hosted_type
-from hf_triton.protocol.thinking import SWITCHES
+from hf_triton.protocol.thinking_switches import SWITCHES
+from hf_triton_gateway.app_state import Gateway, gateway_of, request_id_of
 from hf_triton_gateway.chat.answers import (
     COUNTS,
     StreamedTokens,
@@ -25,18 +26,17 @@ from hf_triton_gateway.chat.answers import (
     finish_reason_of,
     json_output,
     message_of,
-    now_s,
+    response_head,
     stop_reason_of,
     usage_of,
 )
 from hf_triton_gateway.chat.fields import MAX_TOP_LOGPROBS, GenerationFields, Messages, Tools
-from hf_triton_gateway.chat.logprobs import chat_logprobs, chat_positions
-from hf_triton_gateway.chat.thinking import read_thinking
-from hf_triton_gateway.gateway import Gateway, gateway_of, request_id_of
+from hf_triton_gateway.chat.openai_logprobs import chat_logprobs, chat_positions
+from hf_triton_gateway.chat.thinking_fields import read_thinking
+from hf_triton_gateway.http.api_errors import ApiError
 from hf_triton_gateway.http.bodies import JsonRoute, beside, beside_loop, json_response
 from hf_triton_gateway.http.client_names import ELSEWHERE
 from hf_triton_gateway.http.disconnect import run_while_connected
-from hf_triton_gateway.http.errors import ApiError
 from hf_triton_gateway.http.hints import pass_over
 from hf_triton_gateway.http.sse import DONE, RESPONSES, EventStream, chunk, chunk_start, event
 from hf_triton_gateway.triton.triton_messages import THINKING_BUDGET, Generation, Outputs, StreamSize, size_of
@@ -106,13 +106,7 @@ class ChatRequest(GenerationFields):
         return isinstance(self.tool_choice, dict) and self.tool_choice.get("type") == "function"
 
     def generation(self, request_id: str) -> Generation:
-        """What to ask of Triton.
-
-        Raises:
-            ApiError: Two fields contradict each other.
-        """
         sampling = self.sampling_parameters()
-        returns: tuple[str, ...] = RETURNS
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs is for logprobs true: set it", param="top_logprobs")
         if self.echo:
@@ -132,17 +126,13 @@ class ChatRequest(GenerationFields):
         if self.logprobs:
             sampling["logprobs"] = self.top_logprobs or 0
             options["return_logprobs"] = True
-        if self.return_token_ids:
-            returns = (*returns, "token_ids", "prompt_token_ids")
-        elif self.counts_continuously:
-            returns = (*returns, "token_ids")
         return Generation(
             self.model,
             request_id,
             sampling,
             options,
             messages=self.messages,
-            returns=returns,
+            returns=(*RETURNS, *self.token_outputs),
             names=self.client_names(**self._other_names(), logprobs="top_logprobs", text_input=ELSEWHERE),
         )
 
@@ -213,12 +203,8 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
 
 
 def chat_completion(body: ChatRequest, generation: Generation, outputs: Outputs) -> dict[str, Any]:
-    """OpenAI's `chat.completion`."""
     answer = {
-        "id": f"chatcmpl-{generation.request_id}",
-        "object": "chat.completion",
-        "created": now_s(),
-        "model": generation.model,
+        **response_head(f"chatcmpl-{generation.request_id}", "chat.completion", generation.model),
         "choices": [_choice(body, outputs, index) for index in range(body.num_choices)],
         "usage": usage_of(outputs, body.num_choices),
     }
@@ -253,12 +239,7 @@ def _with_reasoning(body: ChatRequest, message: dict[str, Any]) -> dict[str, Any
 
 async def stream_chat(gateway: Gateway, body: ChatRequest, generation: Generation) -> AsyncGenerator[bytes]:
     """The events of OpenAI's `chat.completion.chunk`: a role, deltas, a finish reason, usage if asked for."""
-    head = {
-        "id": f"chatcmpl-{generation.request_id}",
-        "object": "chat.completion.chunk",
-        "created": now_s(),
-        "model": generation.model,
-    }
+    head = response_head(f"chatcmpl-{generation.request_id}", "chat.completion.chunk", generation.model)
     choices = [_ChatStream(body, head, index) for index in range(body.num_choices)]
     is_first, size = True, StreamSize()
     async with aclosing(gateway.models.stream(generation)) as responses:
@@ -278,17 +259,11 @@ def _chunks(choices: Sequence[_ChatStream], outputs: Outputs, *, is_first: bool)
 
 
 class _ChatStream:
-    """The chunks of one choice of a streamed chat.
-
-    Args:
-        body: The request.
-        head: What all chunks begin with.
-        index: The choice's.
-    """
+    """The chunks of one choice of a streamed chat; they all begin with `head`."""
 
     def __init__(self, body: ChatRequest, head: dict[str, Any], index: int) -> None:
         self._body = body
-        self._head = head if body.counts_continuously or not body.includes_usage else head | {"usage": None}
+        self._head = body.chunk_head(head)
         self._start = chunk_start(self._head)
         self._index = index
         self._tokens = StreamedTokens(index)
