@@ -40,7 +40,7 @@ from server import build_prompts
 from server import save as save_checkpoint
 
 from hf_triton.testing import TritonServer
-from hf_triton_cli.serving.gateway import GatewayProcess
+from hf_triton_cli.serving.gateway_process import GatewayProcess
 from hf_triton_gateway.config import GatewayConfig
 from hf_triton_gateway.triton.endpoint import Endpoint
 from hf_triton_gateway.triton.triton_messages import Generation

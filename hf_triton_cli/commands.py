@@ -48,8 +48,8 @@ MODULES: Final = {
     **{name: f"serving.{name}:{name}" for name in ("run", "serve", "openai")},
     **{name: f"client.{name}:{name}" for name in ("status", "generate", "chat", "bench")},
     "list": "client.listing:list_models",
-    "load": "client.models:load",
-    "unload": "client.models:unload",
+    "load": "client.loading:load",
+    "unload": "client.loading:unload",
     "run-batch": "client.run_batch:run_batch",
 }
 EPILOG: Final = """\b

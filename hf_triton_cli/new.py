@@ -16,7 +16,7 @@ from hf_triton.folders.staging import publish, staging_folder
 from hf_triton.protocol.names import DOOR_SUFFIX
 from hf_triton.server import is_shell_safe
 from hf_triton.settings import DEFAULT_MODELS, default_model
-from hf_triton_cli.options import SET, TASK
+from hf_triton_cli.shared_options import SET, TASK
 
 
 @click.command(epilog="Example: hf-triton new qwen3 --model Qwen/Qwen3-0.6B --into model_repository")

@@ -10,12 +10,12 @@ from pathlib import Path
 import click
 
 from hf_triton.errors import HubError
-from hf_triton.folders.download import fetch, in_typed_words, unused_files, use_standard_cache
-from hf_triton.folders.kernels import fetch_kernels
+from hf_triton.folders.fetch import fetch, in_typed_words, unused_files, use_standard_cache
+from hf_triton.folders.fetch_kernels import fetch_kernels
 from hf_triton.folders.model_folder import check_settings, model_settings
 from hf_triton.folders.staging import publish, staging_folder
-from hf_triton_cli.options import SET
 from hf_triton_cli.progress import log_lines, show_download
+from hf_triton_cli.shared_options import SET
 from hf_triton_cli.tables import size_words
 
 

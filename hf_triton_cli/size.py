@@ -12,7 +12,7 @@ import click
 
 from hf_triton.folders.cards import CARDS, CPU
 from hf_triton_cli.check import NOISY
-from hf_triton_cli.options import SET, CardName
+from hf_triton_cli.shared_options import SET, CardName
 from hf_triton_cli.tables import show_table
 
 if TYPE_CHECKING:

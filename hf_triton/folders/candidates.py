@@ -50,7 +50,7 @@ class Candidate:
             HfTritonError: It cannot be loaded.
         """
         from hf_triton.hub.checkpoint import Placement, load_checkpoint
-        from hf_triton.hub.resolve import Hub
+        from hf_triton.hub.locate import Hub
         from hf_triton.tasks.registry import folder_task
 
         own = own_class(self.folder)

@@ -25,7 +25,7 @@ from hf_triton.folders.folders import (
 )
 from hf_triton.hub.gguf import find_gguf
 from hf_triton.hub.gguf_header import CHAT_TEMPLATE, check_gguf
-from hf_triton.hub.resolve import Hub
+from hf_triton.hub.locate import Hub
 from hf_triton.protocol.names import DOOR_SUFFIX, MODEL_SETTINGS
 from hf_triton.protocol.task_declaration import TaskDeclaration
 from hf_triton.scratch import ScratchFolder

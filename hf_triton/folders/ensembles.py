@@ -13,7 +13,7 @@ from hf_triton.errors import HfTritonError
 from hf_triton.folders.doors import own_names
 from hf_triton.folders.folders import as_json, load_folder_settings, parse_message
 from hf_triton.folders.own_code import own_class
-from hf_triton.hub.resolve import Hub
+from hf_triton.hub.locate import Hub
 from hf_triton.protocol.ports import missing_ports
 from hf_triton.protocol.task_declaration import missing_task_ports
 from hf_triton.protocol.validation import suggest

@@ -27,13 +27,13 @@ from hf_triton.folders.folders import (
 )
 from hf_triton.folders.model_folder import TASKS
 from hf_triton.folders.own_code import own_class
-from hf_triton.folders.sizes import build_without_weights, dtype_name, loaded_bytes, read_dtype
-from hf_triton.folders.tensors import check_tensors
-from hf_triton.hub.blocks import check_scales
+from hf_triton.folders.tensor_check import check_tensors
+from hf_triton.folders.weight_bytes import build_without_weights, dtype_name, loaded_bytes, read_dtype
 from hf_triton.hub.failures import FOLDER_HINT, explain_download
 from hf_triton.hub.kind import find_task
+from hf_triton.hub.locate import Hub
 from hf_triton.hub.pretrained import gguf_of, is_quantized, stored_quantization
-from hf_triton.hub.resolve import Hub
+from hf_triton.hub.scales import check_scales
 from hf_triton.hub.sizes import check_sizes
 from hf_triton.hub.spec import CheckpointSpec
 from hf_triton.server import scarce_shared_memory

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hf_triton.folders.candidates import Candidate
 from hf_triton.folders.folders import CONFIG, newest_version, parse_message
-from hf_triton.hub.graph import GRAPHS, GraphFacts
-from hf_triton.hub.resolve import Hub
+from hf_triton.hub.graph_facts import GRAPHS, GraphFacts
+from hf_triton.hub.locate import Hub
 from hf_triton.hub.sentence_names import SPARSE_LINEAR, files_of_modules
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from hf_triton.errors import HfTritonError, ServerError, SettingsError
 from hf_triton.folders.comparison import Row
-from hf_triton.folders.download import Progress, fetch, use_standard_cache
+from hf_triton.folders.fetch import Progress, fetch, use_standard_cache
 from hf_triton.folders.folders import folder_defect, load_folder_settings, parse_config
 from hf_triton.folders.own_code import own_class
 from hf_triton.settings import ModelSettings

@@ -12,7 +12,7 @@ from hf_triton.errors import CheckpointError
 from hf_triton.folders.capacity import Room
 from hf_triton.folders.cards import CARDS, CPU
 from hf_triton.folders.outlined import Outlined
-from hf_triton.folders.sizes import BYTES, build_without_weights, dtype_name, loaded_bytes
+from hf_triton.folders.weight_bytes import BYTES, build_without_weights, dtype_name, loaded_bytes
 from hf_triton.hub.pretrained import SPEECH, check_quantization, is_quantized
 from hf_triton.runner.budget import FreeMemory, size_words
 from hf_triton.runner.device import DEFAULT_NUM_SEQS, MAX_NUM_SEQS

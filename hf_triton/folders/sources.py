@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from hf_triton.errors import HfTritonError, HubError, SettingsError, clip
-from hf_triton.folders.download import Progress, fetch, in_typed_words, use_standard_cache
+from hf_triton.folders.fetch import Progress, fetch, in_typed_words, use_standard_cache
 from hf_triton.folders.folders import is_checkpoint, is_model_folder, load_folder_settings, model_folders, parse_config
 from hf_triton.folders.model_folder import check_settings, folder_name, is_missing, model_settings, write_model_folder
-from hf_triton.folders.repositories import DEMO_NAME, demo_repository
+from hf_triton.folders.served_repository import DEMO_NAME, demo_repository
 from hf_triton.scratch import ScratchFolder
 from hf_triton.settings import ModelSettings
 

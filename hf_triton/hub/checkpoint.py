@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from hf_triton.errors import CheckpointError, LoadError, SettingsError
-from hf_triton.hub.graph import check_graph, load_graph
+from hf_triton.hub.graph_facts import check_graph, load_graph
 from hf_triton.hub.imports import import_transformers
+from hf_triton.hub.locate import Hub
 from hf_triton.hub.pretrained import (
     IMAGE_CLASSIFIER,
     READ_IMAGES,
@@ -22,7 +23,6 @@ from hf_triton.hub.pretrained import (
     loading,
     silence_transformers,
 )
-from hf_triton.hub.resolve import Hub
 from hf_triton.hub.snapshot import purge_damaged
 from hf_triton.protocol.parameters import (
     GREEDY_BELOW,

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The download process: fetches the files of a checkpoint into a cache folder, and verifies them.
 
-`process.py` starts it as `python -m hf_triton.hub.download`, because the Hub's client can block forever on a server
-that accepts connections and never answers, and only a process can be killed at its deadline. It reads one line of JSON
-from standard input, `{"spec": fields of CheckpointSpec, "cache_dir": path}`, and takes the access token from HF_TOKEN.
-It writes events to standard output, one line of JSON each, and exits when its standard input ends with its parent.
+`download_parent.py` starts it as `python -m hf_triton.hub.download`, because the Hub's client can block forever on a
+server that accepts connections and never answers, and only a process can be killed at its deadline. It reads one line
+of JSON from standard input, `{"spec": fields of CheckpointSpec, "cache_dir": path}`, and takes the access token from
+HF_TOKEN. It writes events to standard output, one line of JSON each, and exits when its standard input ends with its
+parent.
 """
 
 from __future__ import annotations

@@ -20,7 +20,6 @@ from typing import Any, Final
 
 from hf_triton.errors import CheckpointError, LoadError, clip
 from hf_triton.files import read_json
-from hf_triton.hub.blocks import BLOCK, check_scales, whole_blocks
 from hf_triton.hub.gguf import find_gguf
 from hf_triton.hub.gguf_config import apply_header
 from hf_triton.hub.gguf_header import check_gguf
@@ -29,6 +28,7 @@ from hf_triton.hub.imports import hidden
 from hf_triton.hub.kernels import CAPABILITIES, describe_lack, use_pulled
 from hf_triton.hub.kind import find_tasks
 from hf_triton.hub.load_failures import explain_load
+from hf_triton.hub.scales import BLOCK, check_scales, whole_blocks
 from hf_triton.hub.sentence_names import SPARSE_LINEAR
 from hf_triton.hub.sizes import check_sizes
 from hf_triton.hub.weights import check_finite, check_weights

@@ -18,9 +18,9 @@ import click
 
 from hf_triton.errors import ServerError
 from hf_triton.server import describe_status, free_ports
-from hf_triton_cli.client.client import Triton, complete_models, triton_options
+from hf_triton_cli.client.running_triton import Triton, complete_models, triton_options
 from hf_triton_cli.numbers import NUMBERS
-from hf_triton_cli.serving.gateway import GatewayProcess
+from hf_triton_cli.serving.gateway_process import GatewayProcess
 from hf_triton_cli.tables import new_figure, rounded, show_table
 
 if TYPE_CHECKING:

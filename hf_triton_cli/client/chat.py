@@ -14,8 +14,8 @@ from typing import Final
 
 import click
 
-from hf_triton_cli.client.client import Triton, complete_models, triton_options
 from hf_triton_cli.client.generate import Sampling, sampling_options
+from hf_triton_cli.client.running_triton import Triton, complete_models, triton_options
 from hf_triton_cli.client.session import COMMANDS, Session
 from hf_triton_cli.exit_codes import TERMINATED
 

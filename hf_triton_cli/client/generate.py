@@ -19,9 +19,9 @@ from hf_triton.protocol.dialects import ALIASES
 from hf_triton.protocol.names import TEXT_OUTPUTS
 from hf_triton.protocol.options import CHAT_OPTIONS, OPTIONS
 from hf_triton.protocol.validation import read_json
-from hf_triton_cli.client.client import Triton, complete_models, triton_options
+from hf_triton_cli.client.running_triton import Triton, complete_models, triton_options
 from hf_triton_cli.exit_codes import INTERRUPTED
-from hf_triton_cli.options import read_settings
+from hf_triton_cli.shared_options import read_settings
 from hf_triton_cli.tables import printable
 
 if TYPE_CHECKING:

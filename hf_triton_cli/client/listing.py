@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hf_triton.protocol.load_reasons import first_sentence
-from hf_triton_cli.client.client import Triton, triton_options
+from hf_triton_cli.client.running_triton import Triton, triton_options
 from hf_triton_cli.tables import show_table, size_words
 
 if TYPE_CHECKING:

@@ -24,8 +24,8 @@ from hf_triton.errors import HfTritonError, clip
 from hf_triton_cli.client.batch_file import count_requests, count_results, has_failed, read_requests
 from hf_triton_cli.client.chat import exit_at_sigterm
 from hf_triton_cli.exit_codes import FAILED, INTERRUPTED
-from hf_triton_cli.options import SET
 from hf_triton_cli.say import say
+from hf_triton_cli.shared_options import SET
 
 KEY: Final = "OPENAI_API_KEY"
 DEFAULT_URL: Final = "http://localhost:9000"
@@ -201,7 +201,7 @@ def _gateway(url: str | None, model: str | None, settings: Mapping[str, str]) ->
         yield url or DEFAULT_URL, None
         return
     from hf_triton.server import free_ports
-    from hf_triton_cli.serving.gateway import GatewayProcess
+    from hf_triton_cli.serving.gateway_process import GatewayProcess
     from hf_triton_cli.serving.run import serving
     from hf_triton_gateway.config import GatewayConfig
 

@@ -21,9 +21,9 @@ from hf_triton.errors import HfTritonError
 from hf_triton.protocol.options import CHAT_OPTIONS, OPTIONS
 from hf_triton.protocol.parameters import parse_parameters
 from hf_triton.protocol.validation import read_json
-from hf_triton_cli.client.client import Triton
 from hf_triton_cli.client.generate import COMMAND_DECIDES, canonical, shown, split_parameters
 from hf_triton_cli.client.markdown import markdown_stream
+from hf_triton_cli.client.running_triton import Triton
 from hf_triton_cli.tables import printable
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from typing import Any
 import click
 
 from hf_triton.errors import ServerError
+from hf_triton_cli.serving.addresses import check_host, check_ports
 from hf_triton_cli.serving.gateway_options import ALONE, gateway_options, read_config
-from hf_triton_cli.serving.ports import check_host, check_ports
 from hf_triton_gateway.config import GatewayConfig
 
 

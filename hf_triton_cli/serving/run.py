@@ -14,16 +14,16 @@ import click
 from hf_triton.errors import HfTritonError, ServerError
 from hf_triton.folders.doors import door_repository, encoder_declaration, has_chat_template
 from hf_triton.folders.folders import defects, guess_reason, model_folders, with_remedy
-from hf_triton.folders.repositories import DEMO_NAME, served_repository
+from hf_triton.folders.served_repository import DEMO_NAME, served_repository
 from hf_triton.folders.sources import fetch_models, is_repository, model_repository
 from hf_triton.server import TritonServer
 from hf_triton_cli.client.chat import exit_at_sigterm, talk
-from hf_triton_cli.client.client import Triton
 from hf_triton_cli.client.generate import Sampling, complete, sampling_options
-from hf_triton_cli.client.models import show_progress
+from hf_triton_cli.client.loading import show_progress
+from hf_triton_cli.client.running_triton import Triton
 from hf_triton_cli.client.session import Session
-from hf_triton_cli.options import SET
 from hf_triton_cli.progress import show_download
+from hf_triton_cli.shared_options import SET
 from hf_triton_gateway.triton.endpoint import Endpoint
 
 LOAD_TIMEOUT_S = 7200.0

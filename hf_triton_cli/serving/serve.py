@@ -21,7 +21,7 @@ from hf_triton.folders.doors import door_repository, streamed_folder
 from hf_triton.folders.ensembles import misfits
 from hf_triton.folders.folders import defects, ensemble_steps, guess_reason, model_folders, with_remedy
 from hf_triton.folders.model_folder import with_task
-from hf_triton.folders.repositories import served_repository
+from hf_triton.folders.served_repository import served_repository
 from hf_triton.folders.sources import fetch_models, is_repository, model_repository, split_flags
 from hf_triton.protocol.names import DOOR_SUFFIX
 from hf_triton.server import (
@@ -36,16 +36,16 @@ from hf_triton.server import (
     lock_flags,
     restricted_protocol_headers,
 )
-from hf_triton_cli.options import SET, TASK
 from hf_triton_cli.progress import show_download
 from hf_triton_cli.say import say
+from hf_triton_cli.serving.addresses import PORT, check_host, check_ports
 from hf_triton_cli.serving.board import Board
 from hf_triton_cli.serving.examples import loaded_model, model_on_demand, ready_text
-from hf_triton_cli.serving.gateway import GatewayProcess
 from hf_triton_cli.serving.gateway_options import BESIDE_TRITON, gateway_options, read_config
+from hf_triton_cli.serving.gateway_process import GatewayProcess
 from hf_triton_cli.serving.model_states import ModelStates
-from hf_triton_cli.serving.ports import PORT, check_host, check_ports
 from hf_triton_cli.serving.server_log import ServerLog
+from hf_triton_cli.shared_options import SET, TASK
 from hf_triton_cli.typed import as_typed
 from hf_triton_gateway.config import GatewayConfig
 

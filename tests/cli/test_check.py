@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from hf_triton.errors import CheckpointError
 from hf_triton.folders.folders import folder_defect
 from hf_triton.folders.own_code import own_class
-from hf_triton.folders.tensors import check_tensors
+from hf_triton.folders.tensor_check import check_tensors
 from hf_triton.hub.pretrained import load_config, load_model
 from hf_triton.settings import ModelSettings
 from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint

@@ -14,7 +14,7 @@ import click
 from hf_triton.errors import HfTritonError, ServerError
 from hf_triton.protocol.load_reasons import first_sentence
 from hf_triton.protocol.names import DOOR_SUFFIX
-from hf_triton_cli.client.client import READY, Triton, complete_models, triton_options, unknown_model
+from hf_triton_cli.client.running_triton import READY, Triton, complete_models, triton_options, unknown_model
 from hf_triton_gateway.triton.triton_words import says
 
 POLL_S: Final = 0.2

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from hf_triton.errors import HubError
+from hf_triton.hub.download_parent import download
 from hf_triton.hub.gguf import SUFFIX, find_gguf
-from hf_triton.hub.process import download
-from hf_triton.hub.resolve import Hub
+from hf_triton.hub.locate import Hub
 from hf_triton.settings import ModelSettings
 
 Event = Mapping[str, Any]

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
-from hf_triton.hub.graph import check_graph
+from hf_triton.hub.graph_facts import check_graph
 from hf_triton.hub.pretrained import gguf_of, is_quantized, loading
 from hf_triton.hub.sizes import build_on_meta, read_safetensors_header, read_stored
 from hf_triton.hub.snapshot import weight_files

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from hf_triton.errors import HubError
 from hf_triton.files import read_json
-from hf_triton.folders.download import in_typed_words
+from hf_triton.folders.fetch import in_typed_words
 from hf_triton.hub.kernels import LOCK, find_kernels, find_pulled, kernel_cache, quantization_of, read_lock, write_lock
-from hf_triton.hub.resolve import Hub
+from hf_triton.hub.locate import Hub
 from hf_triton.hub.snapshot import purge_damaged
 from hf_triton.settings import ModelSettings
 

@@ -17,10 +17,10 @@ from typing import Final
 
 from hf_triton.errors import CheckpointError, HubError, SettingsError
 from hf_triton.files import ADAPTER_IS_PICKLE, ADAPTER_PICKLE
+from hf_triton.hub.download_parent import DownloadLimits, download
 from hf_triton.hub.failures import FOLDER_HINT
 from hf_triton.hub.gguf import SUFFIX, find_gguf
 from hf_triton.hub.kind import describe_other_kind
-from hf_triton.hub.process import DownloadLimits, download
 from hf_triton.hub.snapshot import (
     check_regular,
     check_weights_named,
