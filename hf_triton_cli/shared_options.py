@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import click
@@ -25,6 +26,11 @@ def read_settings(context: click.Context, option: click.Parameter, values: Seque
             raise click.BadParameter(f"{clip(name)} is given twice: give it once")
         settings[name] = text
     return settings
+
+
+def not_writable(folder: Path, error: OSError) -> click.UsageError:
+    """The error of a folder that `--into` cannot write to."""
+    return click.UsageError(f"{folder} cannot be written to ({error.strerror}): choose another folder with --into")
 
 
 SET: Final = click.option(

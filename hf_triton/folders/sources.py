@@ -73,7 +73,7 @@ def model_repository(
         yield Path(root)
 
 
-def fetch_models(folders: Iterable[Path], progress: Progress) -> Mapping[str, str]:
+def fetch_models(folders: Iterable[Path], progress: Progress) -> Mapping[str, HfTritonError]:
     """Download what folders need that no cache has.
 
     A folder that has settings of its own or wrong ones is left to its process.
@@ -88,7 +88,7 @@ def fetch_models(folders: Iterable[Path], progress: Progress) -> Mapping[str, st
             try:
                 fetch(folder, settings, progress)
             except HfTritonError as error:
-                failures[folder.name] = str(error)
+                failures[folder.name] = error
     return failures
 
 

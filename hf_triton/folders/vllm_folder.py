@@ -77,7 +77,7 @@ def write_vllm_folder(folder: Path, target: Path) -> list[str]:
 def _write(target: Path, files: Mapping[str, Any]) -> None:
     try:
         with staging_folder(target) as staging:
-            folder = Path(staging) / target.name
+            folder = staging / target.name
             (folder / "1").mkdir(parents=True)
             (folder / "config.pbtxt").write_text(CONFIG)
             for name, content in files.items():

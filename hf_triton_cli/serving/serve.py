@@ -36,6 +36,7 @@ from hf_triton.server import (
     lock_flags,
     restricted_protocol_headers,
 )
+from hf_triton_cli.exit_codes import exit_code
 from hf_triton_cli.progress import show_download
 from hf_triton_cli.say import say
 from hf_triton_cli.serving.addresses import PORT, check_host, check_ports
@@ -250,12 +251,15 @@ def _find_defects(repository: Path, exit_on_error: bool, *, may_fetch: bool) -> 
     folders = model_folders(repository)
     if not folders:
         raise click.UsageError(f"there is no model folder in {repository}: copy one in; a checkpoint has a config.json")
-    excluded = dict(defects(repository))
-    if may_fetch:
-        excluded |= fetch_models([folder for folder in folders if folder.name not in excluded], show_download)
+    faulty = defects(repository)
+    others = [folder for folder in folders if folder.name not in faulty] if may_fetch else []
+    failed = fetch_models(others, show_download)
+    excluded = {**faulty, **{name: str(error) for name, error in failed.items()}}
     if len(excluded) == len(folders) or (excluded and exit_on_error):
         _show_failed(Board(), excluded)
-        raise ServerError("server_failed", _refusal(len(excluded) == len(folders)))
+        causes = [*map(SettingsError, faulty.values()), *failed.values()]
+        cause = causes[0] if len(set(map(exit_code, causes))) == 1 else None
+        raise ServerError("server_failed", _refusal(len(excluded) == len(folders))) from cause
     return excluded
 
 
