@@ -163,8 +163,7 @@ def start_service(
     from hf_triton.triton_backend.service import Service
 
     name, version, settings = args["model_name"], args["model_version"], model.settings
-    for sentence in check_hooks(type(model), TritonPythonModel):
-        logger.warning(sentence)
+    check_hooks(type(model))
     meter = Meter()
     if settings.metrics:
         num_instances = count_instances(json.loads(args["model_config"]))

@@ -112,18 +112,10 @@ class FolderCheck:
         changed = [name for name, source in loaded.sources.items() if source != "default"]
         self._add("settings", "ok", f"{', '.join(changed) or 'none'} given, the others have their defaults")
         if isinstance(loaded.settings, ModelSettings):
-            self._check_hooks(own)
             with self._errors(OWN):
                 self._check_model(own, loaded.settings, config)
         else:
             self._check_door(loaded.settings, config)
-
-    def _check_hooks(self, own: Any) -> None:
-        from hf_triton import TritonPythonModel
-        from hf_triton.tasks.checked_hooks import check_hooks
-
-        for sentence in check_hooks(own, TritonPythonModel):
-            self._add(OWN, "warning", sentence)
 
     def _check_ensemble(self, steps: list[str]) -> None:
         self._add("ensemble", "ok", f"joins {', '.join(steps)}")
@@ -347,7 +339,7 @@ class FolderCheck:
 
 
 def last_line(error: Exception) -> str:
-    """Where an exception came from: `at model.py:9`."""
+    """Say where an exception came from: `at model.py:9`."""
     frames = traceback.extract_tb(error.__traceback__)
     return f"at {Path(frames[-1].filename).name}:{frames[-1].lineno}"
 
