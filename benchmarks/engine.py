@@ -188,7 +188,7 @@ def measure(plain: LlamaForCausalLM, model: LlamaForCausalLM, requests: list[Req
 
 
 def table(rounds: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """By case: each way's median tokens per second, and the medians of the rounds' ratios."""
+    """Each way's median tokens per second by case, and the medians of the rounds' ratios."""
     rows: dict[str, dict[str, float]] = {}
     for case in rounds[0]:
         figures = [each[case] for each in rounds]

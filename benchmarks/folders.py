@@ -16,7 +16,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 
 Figures = dict[str, list[dict[str, float]]]
-"""By case, a figure of each way for each round."""
+"""A figure of each way for each round, by case."""
 
 
 def processor() -> str:

@@ -25,7 +25,7 @@ WHITE_SPACE_TEMPLATE = {
         "content": {"close_pattern": r"\s*<\|im_end\|>"},
     },
 }
-"""As in transformers' own response templates: the patterns begin with white space."""
+"""The patterns begin with white space, as in transformers' own response templates."""
 
 
 def cases(length: int) -> dict[str, tuple[Any, str]]:

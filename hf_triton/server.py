@@ -59,7 +59,7 @@ ADMIN_APIS: Final = ("model-repository", "shared-memory", "trace", "logging")
 """What changes a server: loading (and the index), regions of shared memory, where Triton writes traces and logs."""
 ADMIN_HEADER: Final = "admin-key"
 SHARED_MEMORY: Final = Path("/dev/shm")
-"""Where the server and the processes of its models pass tensors to each other."""
+"""The folder where the server and the processes of its models pass tensors to each other."""
 SCARCE_BYTES: Final = 64 << 20
 """Docker's default for it: less free than this does for small requests alone."""
 OUTGOING_PORTS: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")

@@ -204,7 +204,7 @@ def choose(rows: Sequence[Row]) -> Row | None:
 
 
 def _log(out: Path | None) -> Path:
-    """Where the candidates' processes write."""
+    """The file that the candidates' processes write to."""
     if out is None:
         return Path(os.devnull)
     out.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ COLOURS: Final[Mapping[str, str]] = {
     **dict.fromkeys(("LOADING", "UNLOADING", "warning"), "yellow"),
     **dict.fromkeys(("UNAVAILABLE", "error"), "red"),
 }
-"""Of states."""
+"""The colours of states."""
 DIRECTIONS: Final = frozenset(("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"))
 """Unicode's marks that change the direction of what follows."""
 

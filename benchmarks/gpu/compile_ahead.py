@@ -34,7 +34,7 @@ from hf_triton.runner.torch_attention import Scoring
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """Shared memory of a program at most, by CUDA capability."""
 PROCESSOR_KIB = {80: 164, 86: 100, 89: 100, 90: 228, 100: 228, 120: 100}
-"""Of a processor."""
+"""Shared memory of a processor."""
 REGISTERS = 65536
 WAIT = re.compile(r"async_wait[^{]*\{num = (\d+)")
 SHAPES = {

@@ -32,7 +32,7 @@ FLUSHED_BYTES = 2**28
 
 
 QUEUE_CYCLES = 4_000_000
-"""For which a device waits, about 2 ms, while the host launches what is timed: else its launches are timed too."""
+"""How long a device waits, about 2 ms, while the host launches what is timed: else its launches are timed too."""
 
 
 class Figures:
@@ -112,7 +112,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def _first_line(*command: str) -> str:
-    """Of a program's output; `-`: it is not there, or fails."""
+    """The first line of a program's output; `-`: it is not there, or fails."""
     if shutil.which(command[0]) is None:
         return "-"
     output = subprocess.run(command, capture_output=True, text=True, check=False).stdout

@@ -29,7 +29,7 @@ class Port:
     """An input or output of a model, or of an ensemble."""
 
     place: str
-    """Whose it is, for messages."""
+    """The model that it is of, for messages."""
     data_type: str
     dims: list[int]
     is_batched: bool

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from hf_triton.runner.graph import GraphRuntime
 
 PLACE: Final = "1/onnx"
-"""In the folder; `huggingface_model` names it."""
+"""The path in the folder that `huggingface_model` names."""
 HALF: Final = "1/float16"
 """The same of weights in half precision."""
 FUSIONS: Final[dict[str, Any]] = {"onnx": "cpu", "onnx-cuda": "cuda"}
-"""By runtime, see `export_graph`; TensorRT and OpenVINO know none."""
+"""The fusions of `export_graph`, by runtime; TensorRT and OpenVINO know none."""
 COPIED: Final = (".json", ".txt", ".model", ".jinja", ".py")
 """Files of a checkpoint beside its weights."""
 DROPPED: Final = (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which folders `hf-triton optimize` takes, what it may write for one on this machine, and what that machine is."""
+"""Says which folders `hf-triton optimize` takes, what it may write for one here, and what this machine is."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def written_candidates(
 
 
 def machine_of(base: Row) -> dict[str, Any]:
-    """Where a candidate was measured: processor, threads, versions, date."""
+    """Describe the machine of a candidate: processor, threads, versions, date."""
     from hf_triton.runner.graph import processor
 
     versions = {}

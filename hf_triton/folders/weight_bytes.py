@@ -44,7 +44,7 @@ def loaded_bytes(
 
 
 def _bytes_in_safetensors(folder: Path, config: Any, settings: ModelSettings) -> int | None:
-    """By the headers of the files; a quantised checkpoint keeps its dtypes."""
+    """Count by the headers of the files; a quantised checkpoint keeps its dtypes."""
     names = weight_files(folder, [path.name for path in folder.iterdir()], allow_pickle=False)
     loaded = None if is_quantized(config) else BYTES.get(dtype_name(config, settings))
     total = 0

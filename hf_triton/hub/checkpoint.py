@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a model folder's settings to a tokenizer and a model on its device; repairs a damaged cache once."""
+"""Loads the tokenizer and the model of a folder's settings onto its device; repairs a damaged cache once."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Checkpoint:
 
     tokenizer: Any
     model: Any
-    """In eval mode, on its device."""
+    """It is in eval mode, on its device."""
     context_length: int
     """Maximum tokens of a prompt and its completion together; of an encoder, of a text with its special tokens; 0: it
     reads no text."""
@@ -97,7 +97,7 @@ class Checkpoint:
     image_processor: Any = None
     """transformers' own, of a model that reads images."""
     stop_strings: tuple[str, ...] = ()
-    """Those of its generation_config, in place of which the request's own may be."""
+    """Its generation_config's, which a request's own replace."""
 
     @property
     def vocabulary_size(self) -> int:

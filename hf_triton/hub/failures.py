@@ -12,7 +12,7 @@ from hf_triton.errors import CheckpointError, HfTritonError, HubError
 from hf_triton.hub.spec import CheckpointSpec
 
 FOLDER_HINT: Final = "a folder on disk begins with `/`, `./` or `../`"
-"""For users who meant a folder and wrote its name in the form of a Hub name."""
+"""A hint to users who meant a folder and wrote it as a Hub name."""
 NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
 NOT_WRITABLE: Final = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR)
 
@@ -227,5 +227,5 @@ def one_line(text: str) -> str:
 
 
 def _is_a(error: BaseException, *names: str) -> bool:
-    """By name, because the client's HTTP library is httpx before huggingface_hub 2 and httpx2 since."""
+    """Compare classes by name: the client's HTTP library is httpx before huggingface_hub 2 and httpx2 since."""
     return any(kind.__name__ in names for kind in type(error).__mro__)

@@ -201,7 +201,7 @@ def _scale(config: Any, scaling: dict[str, Any]) -> None:
 
 
 def _merged(parameters: dict[str, Any], scaling: dict[str, Any]) -> dict[str, Any]:
-    """Of the same kind, what the header does not say stays; of another, its base alone."""
+    """Merge scaling into parameters, of which those of another kind keep their base alone."""
     if parameters.get("rope_type") == scaling["rope_type"]:
         return parameters | scaling
     kept = ("rope_theta", "partial_rotary_factor")

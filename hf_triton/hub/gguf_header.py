@@ -23,9 +23,9 @@ ARCHITECTURE: Final = "general.architecture"
 CHAT_TEMPLATE: Final = "tokenizer.chat_template"
 MAX_HEADER_BYTES: Final = 64 << 20
 MAX_TENSORS: Final = 100_000
-"""And as many keys."""
+"""The limit of tensors, and of keys."""
 MAX_ELEMENTS: Final = 1_500_000
-"""Of all arrays together; a vocabulary of 262,144 tokens has 800,000."""
+"""The limit for all arrays together; a vocabulary of 262,144 tokens has 800,000."""
 MAX_DIMENSIONS: Final = 4
 MAX_KEPT: Final = 4096
 """Numbers of an array that are kept: one for each layer, or for each section of positions."""
@@ -90,13 +90,13 @@ class GgufArray(NamedTuple):
 
 
 class GgufTensor(NamedTuple):
-    """Where a tensor lies."""
+    """A tensor's place in the file."""
 
     shape: tuple[int, ...]
-    """In the order of the file: the fastest dimension first."""
+    """Its sizes as in the file, the fastest dimension first."""
     kind: int
     offset: int
-    """In bytes, from where all data begin."""
+    """Bytes from where all data begin."""
 
 
 @dataclass
@@ -106,7 +106,7 @@ class GgufHeader:
     values: dict[str, Any] = field(default_factory=dict)
     """Keys and their values."""
     tensors: dict[str, GgufTensor] = field(default_factory=dict)
-    """By their names."""
+    """Its tensors, by name."""
     data_start: int = 0
     """The byte from which tensors count their offsets."""
 

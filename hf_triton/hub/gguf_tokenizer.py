@@ -66,7 +66,7 @@ WHOLE_WORDS: Final = (
 )
 """Vocabularies that take a word that they have whole, without its merges."""
 FIRST_TOKEN: Final = (*WHOLE_WORDS[:10], "chameleon")
-"""Those whose prompts begin with their first token, unless the header says otherwise."""
+"""Vocabularies whose prompts begin with their first token, unless the header says otherwise."""
 
 
 def mend_tokenizer(tokenizer: Any, header: GgufHeader, name: str) -> None:

@@ -13,7 +13,7 @@ from hf_triton.hub.gguf import SUFFIX
 from hf_triton.hub.gguf_header import is_whole_header
 
 MAX_HEADER_BYTES: Final = 100_000_000
-"""Of a safetensors file, as the format has it."""
+"""The limit of safetensors' format."""
 GGUF_STEP_BYTES: Final = 4 << 20
 """A GGUF file does not say how long its header is: it is read in such steps."""
 

@@ -31,7 +31,7 @@ TASKS_BY_TABLE: Final[Mapping[str, str]] = {
 }
 """The task of a table of transformers' models; the first that has a class decides."""
 TASKS_BY_KIND: Final[Mapping[str, str]] = {CROSS_ENCODER: "rerank", SPARSE_ENCODER: "sparse-embeddings"}
-"""By `model_type` of sentence-transformers."""
+"""The task of a `model_type` of sentence-transformers."""
 UNSPECIFIC: Final = {"BASE", "PRETRAINING", "TEXT_ENCODING"}
 """Tables of models without a head for a task."""
 TASKS_BY_ENDING: Final[Mapping[str, str]] = {
@@ -45,7 +45,7 @@ TASKS_BY_ENDING: Final[Mapping[str, str]] = {
     "ForMaskedLM": "fill-mask",
     "Model": "embeddings",
 }
-"""By the end of an architecture's name, of classes that transformers does not have: a repository's own, or old ones."""
+"""The task by the end of a class's name that transformers does not have: a repository's own, or an old one."""
 
 
 ORIGINAL: Final = r"^consolidated[-.\w]*\.(safetensors|pth)$"

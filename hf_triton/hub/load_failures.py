@@ -19,7 +19,7 @@ NEEDS_GPU: Final = "(requires a|No) GPU|A GPU is needed|only supported on GPUs"
 REMOVE_SETTING: Final = ", or leave out the setting that asks for it"
 NEEDS_PACKAGE: Final = r"pip install (?:-U |--upgrade )?[`'\"]?([\w.-]*\w)|pypi\.org/project/([\w.-]*\w)"
 QUANTIZED_PACKAGES: Final = ("bitsandbytes", "compressed-tensors", "compressed_tensors", "torchao")
-"""Those of the extra `quantized`."""
+"""What the extra `quantized` installs."""
 OUT_OF_MEMORY: Final = "out of memory|can't allocate memory|cannot allocate memory"
 DAMAGED: Final = (
     "not a valid JSON|Unable to (load|open) (weights|file)|PytorchStreamReader|unpickl|"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a model's name to a folder on disk: caches first, then the Hub. Loads nothing and reads no weights.
+"""Finds a model's folder by its name: in caches first, then on the Hub. Loads nothing and reads no weights.
 
 transformers 5 ignores TRANSFORMERS_CACHE, and tools disagree on the variable of the access token; both are read here.
 """

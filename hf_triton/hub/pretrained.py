@@ -42,7 +42,7 @@ CHAT_TEMPLATE: Final = "chat_template.json"
 GPU_PACKAGES: Final = "fla", "causal_conv1d", "mamba_ssm"
 """Kernels for hybrid and state-space models."""
 MAX_SIDE: Final = 8192
-"""Of pictures as models see them."""
+"""The most pixels of a side that a model is given."""
 MAX_COUNT: Final = 1_000_000
 COUNTED: Final = re.compile("layer|label|expert|block|depth|stage")
 """Parts of names of numbers in configs, for each of which transformers makes a list that long."""

@@ -18,7 +18,7 @@ from hf_triton.hub.snapshot import weight_files
 from hf_triton.settings import ModelSettings
 
 BLOCK: Final = (128, 128)
-"""Of a config that does not say."""
+"""The blocks where a config does not say."""
 
 
 def check_scales(folder: Path, quantization: Mapping[str, Any], settings: ModelSettings) -> None:

@@ -37,7 +37,7 @@ class Options:
     followed: frozenset[str]
     without_effect: frozenset[str] = frozenset()
     refused: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
-    """With the values, beside null, that ask for nothing."""
+    """The values of each, beside null, that ask for nothing."""
 
 
 def _options(followed: str = "", without_effect: str = "", **refused: tuple[object, ...]) -> Options:
@@ -77,7 +77,7 @@ OPTIONS: Final[Mapping[str, Options]] = {
     ),
     "LogitScore": _options("true_token_id false_token_id", module_input_name=("causal_logits",)),
 }
-"""Of GENERAL, and of each module that is served, by the last part of its type."""
+"""The options of GENERAL, and of each module that is served, by the last part of its type."""
 SERVED: Final = tuple(name for name in OPTIONS if name != GENERAL)
 TASKS: Final[Mapping[str, tuple[str, str]]] = {
     "feature-extraction": ("last_hidden_state", "token_embeddings"),
@@ -85,7 +85,7 @@ TASKS: Final[Mapping[str, tuple[str, str]]] = {
     "text-generation": ("logits", "causal_logits"),
     "fill-mask": ("logits", "token_embeddings"),
 }
-"""By `transformer_task`: the output of the model that is used, and what sentence-transformers calls it."""
+"""The output of the model that a `transformer_task` uses, and what sentence-transformers calls it."""
 
 
 @dataclass(frozen=True)
@@ -95,13 +95,13 @@ class GeneralConfig:
     kind: str | None = None
     """`SentenceTransformer`, `CrossEncoder`, ...; None in older files, of SentenceTransformer alone."""
     prompts: Mapping[str, str] = field(default_factory=dict)
-    """By name, what stands before a text."""
+    """What stands before a text, by name."""
     default_prompt: str | None = None
     """Name of the prompt for requests that name none."""
     dimensions: int | None = None
-    """To how many dimensions a vector is cut if a request says nothing."""
+    """How many dimensions a vector is cut to if a request says nothing."""
     activation: str | None = None
-    """Of a cross-encoder: the class that makes scores of logits."""
+    """The class by which a cross-encoder makes scores of logits."""
     max_active_dims: int | None = None
     """How many numbers of a sparse vector are kept at most if a request says nothing."""
 

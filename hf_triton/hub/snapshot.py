@@ -36,7 +36,7 @@ TOKENIZER_FILES: Final = (
     "tekken.json",
 )
 PROCESSOR_FILES: Final = ("preprocessor_config.json", "processor_config.json")
-"""Those of an image processor."""
+"""What an image processor is read from."""
 HASH_CHUNK_BYTES: Final = 1 << 20
 CHECKSUM: Final = re.compile("[0-9a-f]{64}|[0-9a-f]{40}")
 UNCHECKED: Final = ".unchecked"

@@ -20,7 +20,7 @@ BUSY: Final = (429, 502, 503)
 REFUSED: Final = (401, 403)
 """Statuses that every request would get."""
 WAITS_S: Final = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
-"""Before a request is sent again; `Retry-After` may make them longer, up to the last one."""
+"""Waits before a request is sent again; `Retry-After` may make them longer, up to the last one."""
 JSON: Final = {"Content-Type": "application/json"}
 LOCAL: Final = ("localhost", "127.0.0.1", "::1")
 """Hosts that no proxy of the environment stands before."""

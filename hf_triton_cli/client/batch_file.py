@@ -20,7 +20,7 @@ ENDPOINTS: Final = (
     *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings"),
     *("/v1/rerank", "/v1/score", "/v1/classify", "/v1/token-classification", "/v1/fill-mask"),
 )
-"""Of the gateway, that a line may ask."""
+"""The gateway's endpoints that a line may ask."""
 FORM: Final = '{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {...}}'
 BOM: Final = "\ufeff"
 
@@ -30,9 +30,9 @@ class BatchRequest:
     """A line of a batch file."""
 
     number: int
-    """Of its line, from 1."""
+    """Its line, from 1."""
     id: str
-    """Of its result: a hash of the line, so that a changed request is noticed."""
+    """Its result's id: a hash of the line, so that a changed request is noticed."""
     custom_id: str
     url: str
     body: dict[str, Any]

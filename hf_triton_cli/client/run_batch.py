@@ -30,7 +30,7 @@ from hf_triton_cli.shared_options import SET
 KEY: Final = "OPENAI_API_KEY"
 DEFAULT_URL: Final = "http://localhost:9000"
 Address = tuple[str, str | None]
-"""Of a gateway; and the model that it is asked for, whatever a request names."""
+"""A gateway's address, and the model that it is asked for, whatever a request names."""
 STDOUT: Final = Path("-")
 NUM_REPORTS: Final = 10
 """Lines of progress where there is no terminal."""

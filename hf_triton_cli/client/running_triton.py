@@ -64,7 +64,7 @@ class Triton:
 
     @property
     def address(self) -> str:
-        """Of its gRPC, HOST:PORT."""
+        """HOST:PORT of its gRPC."""
         return self.endpoint.address
 
     @property

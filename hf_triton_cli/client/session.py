@@ -52,7 +52,7 @@ HELP: Final = (
 
 @dataclass
 class Stats:
-    """Of one answer."""
+    """Counts and times of one answer."""
 
     start_s: float
     first_s: float | None = None
@@ -111,7 +111,7 @@ class Session:
         self._runner.run(connect())
 
     def greet(self) -> None:
-        """On a terminal, say what the model is."""
+        """Say what the model is, on a terminal."""
         if not sys.stdin.isatty() or self._model is None:
             return
         info = self._model.folder.info

@@ -48,13 +48,13 @@ class Board:
         self.close()
 
     def close(self) -> None:
-        """From now on, each change is a line of its own."""
+        """Leave the terminal: from now on, each change is a line of its own."""
         self._is_starting = False
         if self._live is not None:
             self._live.stop()
 
     def refresh(self) -> None:
-        """Until it is closed, show on a terminal what has changed, and for how long models have been loading."""
+        """Show what has changed, and how long models have been loading, on a terminal that is not closed yet."""
         if self._is_starting and self._live is not None:
             self._live.refresh()
 

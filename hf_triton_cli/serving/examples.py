@@ -72,7 +72,7 @@ ENCODERS: Final[Mapping[str, tuple[Fields, tuple[str, Fields] | None]]] = {
     "sparse-embeddings": ({"text": QUESTION}, None),
     "tokenization": ({"text": QUESTION}, None),
 }
-"""By a task, fields for its folder, and the gateway's endpoint and fields, if it has one."""
+"""Fields for a task's folder, and the gateway's endpoint and fields, if it has one."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Served:
 
     name: str
     task: str | None
-    """As its process says, or its files; None: it is of another library."""
+    """Its task as its process or its files say; None: it is of another library."""
     inputs: Mapping[str, bool] | None = None
     """Its inputs that take one string, and whether a request must have them; None: they are not known yet."""
     texts: tuple[str, ...] = ()
@@ -178,7 +178,7 @@ def _body(fields: Fields, model: Served) -> str:
 
 
 def _way(gateway: GatewayConfig) -> dict[str, str]:
-    """Where curl reaches the gateway, how it trusts its certificate, and its API key."""
+    """The words by which curl reaches the gateway, trusts its certificate and gives its API key."""
     certificate = gateway.ssl_certfile
     return {
         "options": "" if certificate is None else f"--cacert {shlex.quote(str(certificate))} ",

@@ -27,12 +27,12 @@ class ModelStates:
         self._facts: dict[str, str] = {}
         self._loaded: set[str] = set()
         self._num_former: Counter[str] = Counter()
-        """Of models that load again: Triton unloads each former one some time after the new one is ready."""
+        """Former ones of models that load again, which Triton unloads some time after the new one is ready."""
         self._is_stopping = False
 
     @property
     def log_place(self) -> str:
-        """Where Triton's log is."""
+        """Triton's log, for a sentence."""
         return "above" if self._log is None else str(self._log.path)
 
     def update(self) -> None:

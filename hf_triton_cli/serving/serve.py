@@ -63,7 +63,7 @@ OWN_FLAGS: Final[Mapping[str, str]] = {
 TLS: Final = "--grpc-use-ssl"
 MUTUAL_TLS: Final = "--grpc-use-ssl-mutual"
 TRUE: Final = ("true", "True", "TRUE", "1")
-"""As tritonserver reads them."""
+"""What tritonserver reads as true."""
 ADMIN_KEY: Final = re.compile(r"[A-Za-z0-9+/_-]{16,256}={0,2}")
 EXAMPLES: Final = """\b
 Examples:
