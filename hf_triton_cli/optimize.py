@@ -158,11 +158,7 @@ def _start(
     *,
     on_gpu: bool,
 ) -> list[Row]:
-    """Load the reference, PyTorch as the folder has it, and all others, their graphs written.
-
-    Raises:
-        ServerError: One of the first two cannot be loaded.
-    """
+    """Load the reference, PyTorch as the folder has it, and all others, their graphs written."""
 
     def start(row: Row) -> Row:
         if not row.refusal:

@@ -47,7 +47,6 @@ class CardName(click.ParamType[str]):
     name = "card"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """See click."""
         name = str(value).lower().replace("_", "-")
         if name != CPU and name not in CARDS:
             near = difflib.get_close_matches(name[:20], CARDS, n=1)

@@ -62,11 +62,7 @@ def size(
 
 
 def _context(found: Outlined, wanted: int | None) -> int:
-    """Tokens of a sequence.
-
-    Raises:
-        click.UsageError: They are more than the model's context.
-    """
+    """Tokens of a sequence, up to the model's context."""
     most = found.context_length
     if wanted is not None and wanted > most:
         raise click.UsageError(f"--context must be <= {most}, the model's own context, got {wanted}")

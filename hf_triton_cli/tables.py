@@ -24,11 +24,9 @@ MAX_WHOLE: Final = 12
 
 
 def show_table(rows: Sequence[Mapping[str, object]], below: str = "") -> None:
-    """Print rows of the same columns; None is shown as a dash.
+    """Print rows of the same columns, of which the first names the row; None is shown as a dash.
 
-    Args:
-        rows: Values by column; the first one names the row.
-        below: A column that a terminal shows under the table, with the row's name.
+    A terminal shows the column `below` under the table.
     """
     if not rows:
         return

@@ -65,10 +65,6 @@ class Candidate:
 class Measured:
     """A candidate in its own process: its engine, as Triton's process would have it.
 
-    Args:
-        candidate: What to load.
-        texts: Measured and compared.
-
     Raises:
         HfTritonError: It cannot be loaded.
     """

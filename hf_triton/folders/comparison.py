@@ -107,15 +107,7 @@ def measure(rows: Sequence[Row], cases: Sequence[Case], num_rounds: int) -> None
 
 
 def judge(row: Row, reference: Outputs, outputs: Outputs, tolerance: float, kind: str) -> None:
-    """Compare outputs, and refuse a candidate whose outputs are not those of the reference.
-
-    Args:
-        row: The candidate; one of 8 bits has a rule of its own.
-        reference: Of each text.
-        outputs: The candidate's.
-        tolerance: The largest difference.
-        kind: See `agreement`.
-    """
+    """Compare outputs, and refuse a candidate whose outputs differ by more than `tolerance`; 8 bits have a rule."""
     pairs = list(zip(reference, outputs, strict=True))
     difference = max(float(np.abs(one - other).max()) for one, other in pairs)
     cosine = min(_cosine(one.ravel(), other.ravel()) for one, other in pairs)

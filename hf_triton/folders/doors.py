@@ -43,15 +43,7 @@ OUR_MODULES: Final = ("hf_triton", "hf_triton.model")
 
 @contextlib.contextmanager
 def door_repository(repository: Path, taken: Collection[str]) -> Iterator[Path]:
-    """A temporary model repository with a stream door for each folder that needs one.
-
-    Args:
-        repository: The folders that are served.
-        taken: Names of folders that are not, and that no door gets.
-
-    Yields:
-        A folder that may be empty.
-    """
+    """A temporary repository with a stream door for each folder that needs one, unless its name is `taken`."""
     with ScratchFolder("doors") as root:
         doors = {f"{name}{DOOR_SUFFIX}" for name in folders_without_door(repository)}
         for door in doors.difference(taken):

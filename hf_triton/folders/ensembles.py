@@ -118,11 +118,7 @@ def _model_ports(folder: Path) -> Known:
 def _completed(
     folder: Path, config: Mapping[str, Any]
 ) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]] | None:
-    """The inputs and outputs that a folder of this library gets at load; None: its task is not known yet.
-
-    Raises:
-        HfTritonError: The folder cannot be served.
-    """
+    """The inputs and outputs that a folder of this library gets at load; None: its task is not known yet."""
     own = own_class(folder)
     settings = load_folder_settings(config, own.settings_class).settings
     if not isinstance(settings, ModelSettings):

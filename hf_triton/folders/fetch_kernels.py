@@ -20,10 +20,6 @@ from hf_triton.settings import ModelSettings
 def fetch_kernels(model: str, settings: ModelSettings) -> Iterator[str]:
     """Fetch the kernels that a model needs at the commits of the lock file, which gets those that it lacks.
 
-    Args:
-        model: Its name as it was typed.
-        settings: Of a folder with the model.
-
     Yields:
         One line for each kernel, and for each line that the lock file gets.
 

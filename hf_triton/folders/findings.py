@@ -62,11 +62,7 @@ class Finding:
 
 
 class FolderCheck:
-    """Collects findings about a folder, from its files to its model; what cannot be known without the former is left.
-
-    Args:
-        folder: With config.pbtxt.
-    """
+    """Collects findings about a folder, from its files to its model; what depends on a faulty part is left out."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder.resolve()
@@ -379,11 +375,7 @@ def device_of(config: Mapping[str, Any]) -> Any:
 
 
 def _check_devices(config: Mapping[str, Any]) -> None:
-    """Check that the GPUs that `instance_group` asks for are there.
-
-    Raises:
-        CheckpointError: One is not.
-    """
+    """Check that the GPUs that `instance_group` asks for are there."""
     from hf_triton.hub.checkpoint import Placement
 
     for group in config.get("instance_group", ()):

@@ -35,11 +35,7 @@ DROPPED: Final = (
 
 
 class GraphWriter:
-    """Exports a folder's model; in a process of its own, since exporters take memory and leave patches.
-
-    Args:
-        folder: The model folder.
-    """
+    """Exports a folder's model; in a process of its own, since exporters take memory and leave patches."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

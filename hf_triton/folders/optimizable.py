@@ -77,14 +77,7 @@ def available_providers() -> Sequence[str]:
 def written_candidates(
     work: Path, providers: Sequence[str], *, on_gpu: bool, int8: bool
 ) -> dict[str, tuple[str, Path, tuple[object, ...]]]:
-    """What is written to be measured on this machine: a method of the writer, the folder, and its other arguments.
-
-    Args:
-        work: Where folders are written.
-        providers: Those of ONNX Runtime.
-        on_gpu: Whether the folder is placed on a GPU.
-        int8: Whether weights of 8 bits are asked for.
-    """
+    """What is written to be measured on this machine: a method of the writer, the folder, and its other arguments."""
     if on_gpu:
         from hf_triton.runner.graph import GPU_PROVIDERS
 

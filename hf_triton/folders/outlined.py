@@ -48,11 +48,7 @@ class Outlined:
 
 @contextlib.contextmanager
 def outlined(model: str, given: Mapping[str, str]) -> Iterator[Outlined]:
-    """Find a checkpoint; transformers prints nothing meanwhile.
-
-    Args:
-        model: A name on the Hub, a checkpoint's folder, a GGUF file, a model folder, or `demo`.
-        given: Settings, by name.
+    """Find a checkpoint, by all that `hf-triton size` takes; transformers prints nothing meanwhile.
 
     Raises:
         HfTritonError: It does not exist, cannot be reached or read, or a setting is wrong.

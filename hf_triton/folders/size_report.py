@@ -25,14 +25,7 @@ WIDTHS: Final = 4, 2
 
 
 class SizeReport:
-    """Collects figures about a model on a device.
-
-    Args:
-        found: The model.
-        gpu: The card's name, or `cpu`.
-        context: Tokens of a sequence.
-        concurrency: Sequences at a time; None: the setting `max_num_seqs`.
-    """
+    """Collects figures about a model and `concurrency` sequences of `context` tokens on a device."""
 
     def __init__(self, found: Outlined, gpu: str, context: int, concurrency: int | None) -> None:
         self.values: dict[str, Any] = {}
@@ -51,10 +44,7 @@ class SizeReport:
         return build_without_weights(found.kind, found.folder, found.config, found.settings)
 
     def run(self, name: str) -> None:
-        """Collect all.
-
-        Args:
-            name: Of the model, as it was given.
+        """Collect all of a model, under the name that was given.
 
         Raises:
             LoadError: The checkpoint cannot be read.

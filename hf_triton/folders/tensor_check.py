@@ -22,12 +22,6 @@ def check_tensors(folder: Path, config: Any, settings: ModelSettings, auto_class
 
     Files are mapped into memory, and only their headers are read.
 
-    Args:
-        folder: The checkpoint.
-        config: The model's config.
-        settings: The folder's.
-        auto_class_name: The class of transformers for the task of an encoder; None for text generation.
-
     Returns:
         Whether it is known: not of what is quantised, GGUF files among it, nor of pickle files in torch's old form,
         which would be read.

@@ -39,10 +39,6 @@ NAMES: Final = ("huggingface_model", "tokenizer")
 def write_vllm_folder(folder: Path, target: Path) -> list[str]:
     """Write config.pbtxt and 1/model.json, and with adapters 1/multi_lora.json.
 
-    Args:
-        folder: The model folder.
-        target: What is written; nothing is there.
-
     Returns:
         What has no counterpart there.
 

@@ -22,12 +22,8 @@ def loaded_bytes(
 ) -> int | None:
     """Bytes of a checkpoint's weights in the dtype that they are loaded in; None: nothing on disk says.
 
-    Args:
-        folder: The checkpoint.
-        config: The model's config.
-        model: See `build_without_weights`. Files may hold tied tensors twice, and those of another head.
-        settings: The dtype.
-        from_files: Whether the files have the dtypes and shapes that are loaded.
+    `model` is that of `build_without_weights`, since files may hold tied tensors twice, and those of another head;
+    `from_files` says whether files have the dtypes and shapes that are loaded.
 
     Raises:
         LoadError: A file is damaged, or a graph is not for this machine.

@@ -137,12 +137,6 @@ def load_checkpoint(
 ) -> Checkpoint:
     """Find and load the checkpoint of the settings; a damaged cache entry is removed and downloaded again, once.
 
-    Args:
-        hub: Finds its files.
-        settings: The folder's.
-        placement: The device.
-        auto_class: The class of transformers for the task of an encoder; None for text generation.
-
     Raises:
         LoadError: One sentence with the model, the cause and the remedy.
     """
@@ -213,11 +207,7 @@ def _load(
 
 
 def _check_vocabulary(checkpoint: Checkpoint, settings: ModelSettings) -> None:
-    """Warn of tokens that the model does not have.
-
-    Raises:
-        CheckpointError: Each prompt has one.
-    """
+    """Warn of tokens that the model does not have; refuse a tokenizer whose every prompt has one."""
     with loading("the model", settings, checkpoint.folder):
         vocabulary_size = checkpoint.vocabulary_size
     if len(checkpoint.tokenizer) <= vocabulary_size:

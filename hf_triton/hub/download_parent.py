@@ -44,14 +44,7 @@ def download(
     limits: DownloadLimits,
     on_event: Callable[[_Event], None] = lambda event: None,
 ) -> Path:
-    """Download a checkpoint; progress and retries are logged.
-
-    Args:
-        spec: The checkpoint.
-        cache_dir: A cache in the layout of the Hub's client.
-        environment: The process's, including the access token in HF_TOKEN.
-        limits: When to give up.
-        on_event: Gets each event, see `hf_triton.hub.download`.
+    """Download a checkpoint; progress and retries are logged, and `on_event` gets each event of the process.
 
     Returns:
         The snapshot folder, which has every needed file.
@@ -84,13 +77,7 @@ def download(
 
 
 class DownloadWatch:
-    """Keeps the deadlines of a download and logs its progress.
-
-    Args:
-        name: The model, for messages.
-        limits: The deadlines.
-        clock: Seconds that only increase.
-    """
+    """Keeps the deadlines of a download and logs its progress."""
 
     def __init__(self, name: str, limits: DownloadLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._name, self._limits, self._clock = name, limits, clock

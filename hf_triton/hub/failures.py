@@ -18,12 +18,7 @@ NOT_WRITABLE: Final = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, err
 
 
 class Failure:
-    """A failed download and the chain of its causes.
-
-    Args:
-        error: The exception that the client raised.
-        has_token: Whether the client had an access token.
-    """
+    """A failed download and the chain of its causes."""
 
     def __init__(self, error: BaseException, has_token: bool) -> None:
         self.causes, cause = [error], error.__cause__ or error.__context__
@@ -161,14 +156,7 @@ MEANINGS: Final = (
 def explain_download(
     error: BaseException, spec: CheckpointSpec, cache_dir: str, environment: Mapping[str, str]
 ) -> HfTritonError:
-    """Translate an exception of the Hub's client.
-
-    Args:
-        error: The exception; its causes are examined too.
-        spec: The checkpoint that was being downloaded.
-        cache_dir: The cache folder that was written to.
-        environment: Tells whether there was an access token, and the Hub's address.
-    """
+    """Translate an exception of the Hub's client, or a cause of it; the environment has token and address."""
     failure = Failure(error, has_token=bool(environment.get("HF_TOKEN")))
     ours = next((cause for cause in failure.causes if isinstance(cause, HfTritonError)), None)
     if ours is not None:

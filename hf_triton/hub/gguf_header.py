@@ -130,10 +130,6 @@ class GgufHeader:
 def check_gguf(file: Path, name: str) -> GgufHeader:
     """Read a header within bounds.
 
-    Args:
-        file: The GGUF file.
-        name: The model's, for messages.
-
     Raises:
         CheckpointError: The package gguf is missing, or the file is another one, damaged, cut off or hostile.
     """

@@ -43,12 +43,6 @@ class GraphFacts:
 def load_graph(folder: Path, config: Any, settings: ModelSettings, device_id: int) -> GraphModel:
     """Load the graph that the settings name.
 
-    Args:
-        folder: Has graph and facts.
-        config: The checkpoint's.
-        settings: The folder's.
-        device_id: The GPU, of a runtime that computes on one.
-
     Raises:
         LoadError: It is broken, or made for another machine; or its runtime is not installed.
     """

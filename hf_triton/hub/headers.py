@@ -19,14 +19,7 @@ GGUF_STEP_BYTES: Final = 4 << 20
 
 
 def write_header(repo: str, name: str, commit: str, size: int, folder: Path) -> None:
-    """Write the header of a repository's file of weights; of a pickle, which has none, nothing.
-
-    Args:
-        repo: The repository.
-        name: The file.
-        commit: A revision of it.
-        size: Of the file, in bytes.
-        folder: Gets the file.
+    """Write the header of a repository's file of weights, which has `size` bytes; of a pickle, which has none, nothing.
 
     Raises:
         CheckpointError: The package gguf is missing.

@@ -129,12 +129,7 @@ def fitting_builds(names: Collection[str]) -> list[str]:
 
 
 def describe_lack(method: str, name: str) -> str | None:
-    """What keeps a method's kernels from being used, and the remedy; None: nothing.
-
-    Args:
-        method: Of quantisation.
-        name: The model's.
-    """
+    """What keeps a method's kernels from being used, and the remedy; None: nothing."""
     from transformers.utils.import_utils import KERNELS_MAX_VERSION, KERNELS_MIN_VERSION, is_kernels_available
 
     pull = f"`hf-triton pull --kernels {name}`"

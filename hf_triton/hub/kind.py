@@ -54,12 +54,7 @@ GENERATING_CLASSES: Final = {"AutoModelForCausalLM", "AutoModelForSeq2SeqLM"}
 
 
 def describe_other_kind(folder: Path, names: Collection[str]) -> str | None:
-    """What a folder or repository is, and what to do instead, as the end of a sentence; None if it is nothing known.
-
-    Args:
-        folder: Holds its small files.
-        names: All of its files, here or on the Hub.
-    """
+    """What a folder or repository is, and what to do instead, as the end of a sentence; None if it is nothing known."""
     if MODULES in names:
         from hf_triton.hub.sentence_files import refusal
 

@@ -39,12 +39,7 @@ def explain_load(
 ) -> CheckpointError:
     """Translate an exception of transformers.
 
-    Args:
-        error: The exception.
-        part: The part of the checkpoint that cannot be loaded: `the tokenizer`, `config.json`.
-        name: The model's name, as in the settings.
-        has_quantization_setting: Whether the setting quantization_config may be the cause.
-        folder: The checkpoint, whose configs may have the entry that is wrong.
+    `part` is what cannot be loaded (`the tokenizer`, `config.json`); configs of `folder` may have the wrong entry.
     """
     message = " ".join(str(error).split())
     short = shorten(message, 300, placeholder=" ...")

@@ -142,11 +142,7 @@ class Hub:
         )
 
     def resolve_adapter(self, source: str) -> Path:
-        """Return the folder of a LoRA adapter, see `resolve_model`.
-
-        Args:
-            source: A Hub name, with `@REVISION` or without, or a path.
-        """
+        """The folder of a LoRA adapter, of a Hub name, with `@REVISION` or without, or a path."""
         name, _, revision = source.partition("@") if not CheckpointSpec(source).is_local else (source, "", "")
         return self._resolve(CheckpointSpec(name, revision or "main", setting="adapters", files=ADAPTER_FILES))
 
@@ -291,11 +287,7 @@ class Hub:
         return _expand_home(os.path.expandvars(home)) / "hub"
 
     def _writable_cache(self, spec: CheckpointSpec) -> Path:
-        """The cache to download to: a named one, or the standard one if it exists, else `hf_cache`.
-
-        Raises:
-            HubError: None of them is writable.
-        """
+        """The first writable cache to download to: a named one, the standard one if it exists, `hf_cache`."""
         standard = self._standard_cache()
         candidates = self._named_caches() or [
             *([standard] if os.path.isdir(standard) else []),

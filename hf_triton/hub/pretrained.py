@@ -57,13 +57,7 @@ READ_IMAGES: Final = (IMAGE_CLASSIFIER, IMAGES_AND_TEXTS)
 
 @contextlib.contextmanager
 def loading(part: str, settings: ModelSettings, folder: Path | None = None) -> Iterator[None]:
-    """Turn an exception inside the block into a `CheckpointError` whose sentence names `part`.
-
-    Args:
-        part: As `explain_load` has it.
-        settings: The model's.
-        folder: The checkpoint, whose files may show what is wrong.
-    """
+    """Turn an exception in the block into a `CheckpointError` of `part`, see `explain_load`; `folder` may show why."""
     try:
         yield
     except LoadError:
@@ -212,14 +206,10 @@ def load_model(
 ) -> Any:
     """Load the model onto its device; with random weights if the settings say `load_format: dummy`.
 
-    A model that is not computed with has no weights: it is on torch's device `meta`.
+    A model that is not computed with has no weights: it is on torch's device `meta`. `auto_class_name` is transformers'
+    class for the task of an encoder; None for text generation.
 
-    Args:
-        folder: The checkpoint.
-        config: Its config.
-        settings: dtype, attention, quantization, and what is allowed.
-        device_map: As transformers takes it.
-        auto_class_name: The class of transformers for the task of an encoder; None for text generation.
+    A model that is not computed with has no weights: it is on torch's device `meta`.
 
     Raises:
         CheckpointError: The model does not do the task, or its weights cannot be loaded or do not match its config.
@@ -295,11 +285,6 @@ def undo_without_kernels(config: Any, settings: ModelSettings, *, is_on_cpu: boo
     """Have a checkpoint's quantisation undone at load, if this machine has not what computes it.
 
     transformers does so without a GPU; with one it fetches kernels of the Hub, at the first request.
-
-    Args:
-        config: The model's, which then says so.
-        settings: The model's.
-        is_on_cpu: Whether the model is placed there, beside a GPU.
 
     Returns:
         Why it is undone; None: it is not, or transformers knows itself.
@@ -444,11 +429,7 @@ def model_class(folder: Path, config: Any, settings: ModelSettings, auto_class_n
 
 
 def check_known(auto_class: Any, config: Any, settings: ModelSettings) -> None:
-    """Check that transformers, or the repository's own code, has the model.
-
-    Raises:
-        CheckpointError: It has not.
-    """
+    """Refuse a model that neither transformers nor the repository's own code has."""
     if type(config) not in auto_class._model_mapping and not settings.trust_remote_code:
         raise CheckpointError(
             "unsupported_model",
@@ -489,11 +470,7 @@ def architecture_names(config: Any) -> str:
 
 
 def _encoder_class(name: str, settings: ModelSettings, config: Any) -> Any:
-    """The auto class of a task of an encoder.
-
-    Raises:
-        CheckpointError: The checkpoint has no trained head for it.
-    """
+    """The auto class of a task of an encoder; the checkpoint must have a trained head for it."""
     import transformers
 
     if name == "AutoModel":
@@ -539,11 +516,7 @@ def _text_encoder(settings: ModelSettings, config: Any) -> Any:
 
 
 def _check_reads_text(auto_class: Any, settings: ModelSettings, config: Any) -> Any:
-    """The class; refuses an encoder-decoder whose encoder reads images or sound, as an image captioner's does.
-
-    Raises:
-        CheckpointError: It is one.
-    """
+    """The class; refuses an encoder-decoder whose encoder reads images or sound, as an image captioner's does."""
     kind = auto_class._model_mapping.get(type(config), None)
     reads = getattr(kind, "main_input_name", "input_ids")
     if config.is_encoder_decoder and reads != "input_ids":

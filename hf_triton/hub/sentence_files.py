@@ -174,10 +174,6 @@ def load_module_list(folder: Path) -> list[tuple[str, str]]:
 def load_transformer_config(folder: Path, default_task: str = "feature-extraction") -> TransformerConfig:
     """Read sentence_bert_config.json, by that name or one with another architecture's.
 
-    Args:
-        folder: The checkpoint.
-        default_task: Its task if the file says none.
-
     Raises:
         CheckpointError: It is malformed, or asks for what is not served.
     """
@@ -209,11 +205,7 @@ def load_transformer_config(folder: Path, default_task: str = "feature-extractio
 
 
 def load_cross_encoder(folder: Path, task: str) -> TransformerConfig | None:
-    """Read the Transformer's config of a cross-encoder that has a modules.json; None if there is none.
-
-    Args:
-        folder: The checkpoint.
-        task: What its model does, of TASKS.
+    """Read the Transformer's config of a cross-encoder for a task; None if there is no modules.json.
 
     Raises:
         CheckpointError: A file is malformed or asks for what is not served, or the model does something else.
@@ -237,9 +229,6 @@ def check_options(kind: str, config: Mapping[str, Any], where: str | None = None
         kind: A key of OPTIONS.
         config: The config.
         where: Where it stands, for the message; None: `kind`.
-
-    Raises:
-        CheckpointError: An option asks for what is not served.
     """
     for name, neutral in OPTIONS[kind].refused.items():
         value = config.get(name)
@@ -248,11 +237,7 @@ def check_options(kind: str, config: Mapping[str, Any], where: str | None = None
 
 
 def _kind(entry: Mapping[str, Any]) -> str:
-    """The last part of a module's type; of one that is not sentence-transformers' own, the whole.
-
-    Raises:
-        CheckpointError: The module is not served.
-    """
+    """The last part of a module's type; of one that is not sentence-transformers' own, the whole. It must be served."""
     name = str(entry["type"])
     kind = name.rpartition(".")[2] if name.startswith("sentence_transformers.") else name
     kind = FORMER_KINDS.get(kind, kind)

@@ -99,14 +99,7 @@ def read_safetensors_header(file: Path) -> dict[str, Any]:
 
 
 def build_on_meta(auto_class: Any, config: Any, stored: Stored | None, name: str, **arguments: Any) -> Any:
-    """A model on torch's device `meta`.
-
-    Args:
-        auto_class: The class of transformers that builds it.
-        config: Its config, which is copied.
-        stored: What its files hold; None: they are not known.
-        name: The model's, for messages.
-        **arguments: Of `from_config`.
+    """A model of a copy of its config on torch's device `meta`; `arguments` are those of `from_config`.
 
     Raises:
         CheckpointError: It has more tensors than its files could fill.
@@ -149,17 +142,7 @@ def _at_most(limit: int) -> Iterator[None]:
 
 
 def check_sizes(auto_class: Any, folder: Path, config: Any, settings: ModelSettings) -> None:
-    """Refuse a config whose model is more than twice what its files hold.
-
-    Args:
-        auto_class: The class of transformers that loads the model.
-        folder: The checkpoint.
-        config: Its config.
-        settings: The model's name and files.
-
-    Raises:
-        CheckpointError: It is.
-    """
+    """Refuse a config whose model is more than twice what its files hold."""
     try:
         stored = read_stored(folder, settings)
     except CheckpointError:  # of a damaged file, which the load reports

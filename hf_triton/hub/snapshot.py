@@ -199,15 +199,10 @@ def check_regular(folder: Path) -> None:
 
 
 def is_sound(path: Path, on_chunk: Callable[[], None] | None = None, listed: str = "") -> bool:
-    """Whether a cached file has the checksum that its blob is named after.
+    """Whether a cached file has the checksum that its blob is named after; `on_chunk` is called after each megabyte.
 
     The cache names a blob by its ETag: the SHA-256 of a large file, the git blob SHA-1 of a small one. A file with
     another name (a mirror's own ETag, a plain folder) has the checksum that is listed for it, or counts as sound.
-
-    Args:
-        path: The file, or the link to its blob.
-        on_chunk: Called after each megabyte.
-        listed: The checksum by the Hub's list of files; empty: it is not known.
     """
     blob = path.resolve()
     expected = blob.name if CHECKSUM.fullmatch(blob.name) else listed

@@ -71,12 +71,9 @@ def check_weights(settings: ModelSettings, info: Any, model: Any, *, is_headless
 
 
 def check_finite(settings: ModelSettings, model: Any) -> None:
-    """Refuse weights that are NaN or infinite, with which a model answers the same token for ever, or now and then.
+    """Refuse NaN or infinite weights, with which a model answers the same token for ever, or now and then, by name.
 
     Each is read once, and nothing is copied: the largest and the smallest number of a tensor show it.
-
-    Raises:
-        CheckpointError: There is one; the message names its tensor.
     """
     import torch
 

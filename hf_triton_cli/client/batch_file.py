@@ -110,10 +110,6 @@ def count_results(results: BinaryIO, file: BinaryIO) -> tuple[int, int]:
 
     A last line that it could not finish is cut off.
 
-    Args:
-        results: A file that is open to read and to append.
-        file: The batch file.
-
     Raises:
         click.UsageError: The results are not of these requests; nothing is cut off then.
     """

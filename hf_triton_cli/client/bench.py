@@ -113,11 +113,7 @@ def _tokenizer(settings: Mapping[str, str]) -> str:
 
 
 def _measure(program: str, arguments: Sequence[object], report: Path) -> Mapping[str, Any]:
-    """Run AIPerf; returns its summary.
-
-    Raises:
-        ServerError: It failed.
-    """
+    """Run AIPerf; returns its summary."""
     report.mkdir(exist_ok=True)
     fixed = ["--endpoint-type", "completions", "--streaming", "--use-server-token-count", "--ui", "none"]
     command = [program, "profile", *map(str, arguments), *fixed, "--artifact-dir", str(report)]

@@ -56,12 +56,7 @@ def exit_at_sigterm() -> None:
 
 
 def talk(session: Session, model: str | None, prompt: str | None = None) -> None:
-    """Hold a conversation until its end.
-
-    Args:
-        session: Not open yet.
-        model: Its name; None: the only one.
-        prompt: The only message; None: messages are read.
+    """Hold a conversation until its end, or until `prompt` is answered.
 
     Raises:
         HfTritonError: The model cannot be talked to; from a pipe, or as the only one, a message failed.

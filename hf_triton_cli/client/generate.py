@@ -143,11 +143,7 @@ def generate(
 
 
 def _read_words(words: tuple[str, ...], model: str | None) -> tuple[str | None, str]:
-    """The model, if it is named, and the prompt.
-
-    Raises:
-        click.UsageError: There is no prompt, or there are too many words.
-    """
+    """The model, if it is named, and the prompt."""
     if len(words) > (2 if model is None else 1):
         raise click.UsageError("there is more than a prompt: quote it, and name the model with --model")
     *named, prompt = words or ["-"]

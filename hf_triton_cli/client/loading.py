@@ -64,11 +64,7 @@ def unload(name: str, triton: Triton, timeout: float) -> None:
 
 
 def _require_folder(server: Triton, name: str) -> list[str]:
-    """The folder of the stream door that goes with a model, if the repository has one.
-
-    Raises:
-        ServerError: There is no such model.
-    """
+    """The folder of a known model's stream door, if the repository has one."""
     names = sorted({entry.name for entry in server.index()})
     if name not in names:
         raise unknown_model(name, names)

@@ -106,12 +106,7 @@ class _Run:
 def _answer(
     run: _Run, file: BinaryIO, results: BinaryIO, gateway: AbstractContextManager[Address], limits: tuple[int, float]
 ) -> None:
-    """Ask what has no result yet.
-
-    Raises:
-        HfTritonError: The gateway cannot be reached, or refuses the key; the model cannot be served; or the disk is
-            full.
-    """
+    """Ask what has no result yet."""
     with gateway as (url, model):
         try:
             asyncio.run(_write_results(run, file, results, (url, os.environ.get(KEY) or None, model, *limits)))
@@ -153,11 +148,7 @@ def _is_kept(output: Path) -> bool:
 
 @contextlib.contextmanager
 def _opened(output: Path) -> Iterator[BinaryIO]:
-    """What the results are written to, behind those that are there; a file is this run's alone.
-
-    Raises:
-        click.UsageError: It cannot be opened, or another run writes it.
-    """
+    """What the results are written to, behind those that are there; a file is this run's alone."""
     if output == STDOUT:
         yield sys.stdout.buffer
         return

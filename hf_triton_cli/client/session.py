@@ -72,14 +72,7 @@ class Stats:
 
 
 class Session:
-    """One conversation.
-
-    Args:
-        triton: The server.
-        runner: Its loop; Ctrl+C cancels what runs in it.
-        parameters: Generation parameters and options of each request.
-        system: System prompt.
-    """
+    """One conversation."""
 
     def __init__(
         self,
@@ -182,11 +175,7 @@ class Session:
         self._messages = [{"role": "system", "content": system}] if system else []
 
     def _set(self, name: str = "", text: str | None = None) -> None:
-        """Set a parameter of the next answers, or show all.
-
-        Raises:
-            HfTritonError: There is no such parameter, or it does not take the value.
-        """
+        """Set a parameter of the next answers, or show all."""
         name = name.replace("-", "_")
         if name in COMMAND_DECIDES:
             raise click.UsageError(f"{name} is for the command to decide: leave it out")
@@ -202,11 +191,7 @@ class Session:
         click.echo("\n".join(lines) or "All parameters have the model's defaults.")
 
     def _save(self, file: str) -> None:
-        """Write the conversation.
-
-        Raises:
-            click.UsageError: No file is named, or it cannot be written.
-        """
+        """Write the conversation."""
         if not file:
             raise click.UsageError("/save needs the name of a file")
         try:

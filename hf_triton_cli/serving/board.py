@@ -63,13 +63,7 @@ class Board:
         return self._states[name][0] if name in self._states else None
 
     def show(self, name: str, state: State, text: str = "") -> None:
-        """Show a model's state, unless it is shown already.
-
-        Args:
-            name: The model.
-            state: What it does now.
-            text: The facts of a model that is ready, or why one has failed.
-        """
+        """Show a model's state, unless it is shown already, and its facts, or why it has failed."""
         if self._states.get(name) == (state, text):
             return
         self._states[name] = (state, text)

@@ -113,13 +113,7 @@ class Served:
 
 
 def ready_text(server: TritonServer, gateway: GatewayConfig | None, models: Iterable[Served]) -> str:
-    """The addresses, and a request for each kind of model.
-
-    Args:
-        server: Triton.
-        gateway: The gateway's config, if there is one.
-        models: The folders.
-    """
+    """The addresses, and a request for each kind of model."""
     requests: dict[str, str] = {}
     for model in sorted(models, key=lambda model: (not _generates(model), model.is_decoupled)):
         for kind, request in _requests(model, server, gateway):
@@ -188,12 +182,7 @@ def _way(gateway: GatewayConfig) -> dict[str, str]:
 
 
 def loaded_model(server: TritonServer, config: Mapping[str, Any]) -> Served:
-    """A folder that is loaded, by its config and what its process says.
-
-    Args:
-        server: Triton.
-        config: By Triton, completed.
-    """
+    """A folder that is loaded, by its config, as Triton completed it, and what its process says."""
     is_door = streamed_folder(config) is not None
     info = None if is_door else _ask_info(server, config)
     ports = config.get("input", [])

@@ -12,13 +12,7 @@ from hf_triton_cli.serving.server_log import Event, ServerLog
 
 
 class ModelStates:
-    """Follows the log of a server.
-
-    Args:
-        board: Where the states are shown.
-        log: Triton's; None: it is shown itself.
-        hidden: Names of folders that are not shown, which are stream doors.
-    """
+    """Follows the log of a server (None: it is shown itself); `hidden` folders, stream doors, are not shown."""
 
     def __init__(self, board: Board, log: ServerLog | None, hidden: Collection[str]) -> None:
         self._board = board
@@ -43,12 +37,7 @@ class ModelStates:
         self._board.refresh()
 
     def settle(self, ready: Collection[str], failed: Mapping[str, str]) -> None:
-        """Show the states that the log does not tell.
-
-        Args:
-            ready: The models that are.
-            failed: By model, why it is not.
-        """
+        """Show the states that the log does not tell: the models that are ready, and why others are not."""
         self.update()
         for name in ready:
             if self._board.state(name) != "ready":

@@ -36,11 +36,7 @@ def openai(**values: Any) -> None:
 
 
 def _require_explicit_mode(config: GatewayConfig) -> None:
-    """Check that Triton loads models on request; one that is not there yet is asked later.
-
-    Raises:
-        ServerError: It does not.
-    """
+    """Refuse a Triton that loads no models on request; one that is not there yet is asked later."""
     from hf_triton_gateway.http.errors import ApiError
     from hf_triton_gateway.triton.endpoint import Endpoint
     from hf_triton_gateway.triton.repository import TritonRepository
