@@ -153,14 +153,7 @@ def seconds(work: Callable[[], None]) -> float:
 
 
 def measure(plain: LlamaForCausalLM, model: LlamaForCausalLM, requests: list[Request], width: int) -> dict[str, float]:
-    """One round of one case: tokens per second of each way.
-
-    Args:
-        plain: The model as transformers loads it.
-        model: The same, packed.
-        requests: In order of arrival.
-        width: How many run at a time.
-    """
+    """One round of one case: tokens per second of each way."""
     engine = apart(lambda: ContinuousBatchingEngine(model, max_num_seqs=width))
     widths = Widths(engine)
     try:

@@ -62,11 +62,7 @@ def launch(shape: tuple[int, int, int, int], load: tuple[int, int], dtype: torch
 
 
 class Compiler:
-    """Compiles what is launched while it is entered, for one capability, and tells what a device would say.
-
-    Args:
-        capability: Of the device.
-    """
+    """Compiles what is launched while it is entered, for one capability, and tells what a device would say."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability

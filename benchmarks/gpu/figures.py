@@ -36,12 +36,7 @@ QUEUE_CYCLES = 4_000_000
 
 
 class Figures:
-    """Prints figures and appends each to `figures.jsonl` as soon as it is known: one that is killed keeps the others.
-
-    Args:
-        part: The name of the part of the run.
-        out: The folder; it exists.
-    """
+    """Prints figures and appends each to `figures.jsonl` as soon as it is known, so that no stop loses it."""
 
     def __init__(self, part: str, out: Path) -> None:
         self._part = part

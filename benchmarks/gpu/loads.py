@@ -33,13 +33,7 @@ MEAN_PROMPT, MEAN_NEW, DEVIATION = 220, 190, 1.0
 
 
 class Listener(SequenceListener):
-    """Calls functions.
-
-    Args:
-        finish: Takes outcomes.
-        note: Called at every token.
-        is_cancelled: Whether the requests are cancelled.
-    """
+    """Calls functions."""
 
     def __init__(
         self,
