@@ -108,12 +108,7 @@ def read_log(file: Path) -> str:
 
 
 def describe_log(text: str, log: int | Path | None) -> str:
-    """The end of an error message: the last lines of a program's log that may say why, or a pointer to them.
-
-    Args:
-        text: The log.
-        log: Where it is kept, if it is.
-    """
+    """The end of an error message: the last lines of a program's log that may say why, or a pointer to them."""
     if not text:
         return "" if isinstance(log, Path) else ": its log above says why"
     lines = text.splitlines()

@@ -73,11 +73,6 @@ def new_figure() -> Any:
     return Figure(figsize=(9, 4), layout="constrained")
 
 
-def rounded(figure: float | None, digits: int = 2) -> float | None:
-    """A figure of a table; None if it is not known."""
-    return None if figure is None else round(figure, digits)
-
-
 def printable(text: str) -> str:
     """A text without control characters and marks of direction, which could steer the terminal; lines and tabs stay."""
     return "".join(

@@ -12,16 +12,7 @@ from hf_triton.runner.outline import Outline
 
 @dataclass(frozen=True)
 class Room:
-    """A model in the memory of a device.
-
-    Args:
-        outline: Of the model.
-        weights: In bytes.
-        device: `cuda` or `cpu`.
-        total: Bytes of the device; of the host, those that are free.
-        fraction: The part of a GPU that an instance takes.
-        max_cache_tokens: The setting.
-    """
+    """A model with so many bytes of weights in the memory of a device; of the host, `total` is what is free."""
 
     outline: Outline
     weights: int

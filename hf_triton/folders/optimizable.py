@@ -25,11 +25,7 @@ VERSIONS: Final = ("hf-triton", "torch", "transformers", *PACKAGES, "onnxruntime
 
 
 def check_folder(folder: Path, progress: Progress) -> None:
-    """Refuse what cannot be optimized, before anything is loaded.
-
-    Raises:
-        HfTritonError: The folder is wrong or no encoder's, its checkpoint is not to be had, or packages are missing.
-    """
+    """Refuse what cannot be optimized, for want of packages too, before anything is loaded."""
     if missing := [name for name in PACKAGES if find_spec(name) is None]:
         raise ServerError("client_missing", f"optimize needs {', '.join(missing)}: `pip install 'hf-triton[optimize]'`")
     if defect := folder_defect(folder):

@@ -48,11 +48,7 @@ class Outlined:
 
 @contextlib.contextmanager
 def outlined(model: str, given: Mapping[str, str]) -> Iterator[Outlined]:
-    """Find a checkpoint, by all that `hf-triton size` takes; transformers prints nothing meanwhile.
-
-    Raises:
-        HfTritonError: It does not exist, cannot be reached or read, or a setting is wrong.
-    """
+    """Find a checkpoint, by all that `hf-triton size` takes; transformers prints nothing meanwhile."""
     silence_transformers()
     use_standard_cache()
     with contextlib.ExitStack() as stack:

@@ -44,11 +44,7 @@ class SizeReport:
         return build_without_weights(found.kind, found.folder, found.config, found.settings)
 
     def run(self, name: str) -> None:
-        """Collect all of a model, under the name that was given.
-
-        Raises:
-            LoadError: The checkpoint cannot be read.
-        """
+        """Collect all of a model, under the name that was given."""
         found = self._found
         self._add("model", name, name, f"by {found.kind.__name__}")
         weights, total = self._weights(), self._memory()

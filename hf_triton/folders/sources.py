@@ -74,12 +74,9 @@ def model_repository(
 
 
 def fetch_models(folders: Iterable[Path], progress: Progress) -> Mapping[str, HfTritonError]:
-    """Download what folders need that no cache has.
+    """Download what folders need that no cache has; returns what failed, by folder.
 
     A folder that has settings of its own or wrong ones is left to its process.
-
-    Returns:
-        By folder, why its checkpoint cannot be found or downloaded.
     """
     failures = {}
     for folder in folders:

@@ -58,15 +58,10 @@ def _place_beside(repository: Path) -> Path | None:
 
 
 def publish(folder: Path, target: Path) -> None:
-    """Move a complete folder to its place.
+    """Move a complete folder to its place, where nothing or an empty folder is.
 
-    Args:
-        folder: In a `staging_folder`.
-        target: It does not exist, or is an empty folder. On another disk it is copied to, and can be loaded once the
-            copy is complete; what was copied is removed if that fails.
-
-    Raises:
-        OSError: It cannot be written.
+    On another disk it is copied to, and can be loaded once the copy is complete; what was copied is removed if that
+    fails.
     """
     try:
         os.rename(folder, target)

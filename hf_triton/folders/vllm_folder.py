@@ -37,14 +37,7 @@ NAMES: Final = ("huggingface_model", "tokenizer")
 
 
 def write_vllm_folder(folder: Path, target: Path) -> list[str]:
-    """Write config.pbtxt and 1/model.json, and with adapters 1/multi_lora.json.
-
-    Returns:
-        What has no counterpart there.
-
-    Raises:
-        HfTritonError: The folder is wrong or generates no text, or the target cannot be written.
-    """
+    """Write config.pbtxt, 1/model.json, with adapters 1/multi_lora.json; returns what has no counterpart there."""
     if defect := folder_defect(folder):
         raise SettingsError(f"{folder.name}: {defect}")
     own = own_class(folder)

@@ -53,11 +53,7 @@ def _bytes_in_safetensors(folder: Path, config: Any, settings: ModelSettings) ->
 
 
 def read_dtype(folder: Path, config: Any, settings: ModelSettings) -> None:
-    """Give a config that states no dtype the one of the checkpoint's files, as a load does.
-
-    Raises:
-        CheckpointError: A file is damaged.
-    """
+    """Give a config that states no dtype the one of the checkpoint's files, as a load does."""
     from transformers.modeling_utils import get_state_dict_dtype, load_state_dict
 
     if config.dtype is not None or settings.load_format != "auto" or gguf_of(folder, settings):
@@ -69,14 +65,7 @@ def read_dtype(folder: Path, config: Any, settings: ModelSettings) -> None:
 
 
 def build_without_weights(kind: Any, folder: Path, config: Any, settings: ModelSettings) -> Any:
-    """A model on torch's device `meta`, in the dtype that it is loaded in, in eval mode.
-
-    Returns:
-        None: transformers has none, but the repository's own code.
-
-    Raises:
-        LoadError: Its config cannot be one of a model.
-    """
+    """A model on torch's device `meta`, in eval mode and its dtype; None: transformers has none, but the own code."""
     import torch
 
     if type(config) not in kind._model_mapping:

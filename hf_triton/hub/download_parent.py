@@ -46,9 +46,6 @@ def download(
 ) -> Path:
     """Download a checkpoint; progress and retries are logged, and `on_event` gets each event of the process.
 
-    Returns:
-        The snapshot folder, which has every needed file.
-
     Raises:
         HubError: The download failed or exceeded a limit.
         CheckpointError: The repository lacks needed files.
@@ -87,11 +84,7 @@ class DownloadWatch:
         self._last_warning = ""
 
     def remaining_s(self) -> float:
-        """Seconds until the next deadline.
-
-        Raises:
-            HubError: A deadline has passed.
-        """
+        """Seconds until the next deadline; a HubError if one has passed."""
         now, stalls_at = self._clock(), self._last_progress + self._limits.stall_s
         if now >= self._deadline:
             raise self._timeout("did not finish within", "download_timeout_s", self._limits.total_s)

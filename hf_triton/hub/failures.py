@@ -17,14 +17,19 @@ NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
 NOT_WRITABLE: Final = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR)
 
 
+def causes_of(error: BaseException) -> list[BaseException]:
+    """An exception and the chain of its causes."""
+    causes = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
+        causes.append(cause)
+    return causes
+
+
 class Failure:
     """A failed download and the chain of its causes."""
 
     def __init__(self, error: BaseException, has_token: bool) -> None:
-        self.causes, cause = [error], error.__cause__ or error.__context__
-        while cause is not None:
-            self.causes.append(cause)
-            cause = cause.__cause__ or cause.__context__
+        self.causes = causes_of(error)
         self.has_token = has_token
         self.status = next((status for cause in self.causes if (status := status_of(cause))), None)
         self.errno = next((cause.errno for cause in self.causes if isinstance(cause, OSError) and cause.errno), None)

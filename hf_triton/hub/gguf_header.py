@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple
 
 from hf_triton.errors import CheckpointError, clip
 from hf_triton.files import open_regular
+from hf_triton.hub.gguf import require_package
 
 BLOCK: Final = re.compile(r"blk\.(\d{1,9})\.")
 ARCHITECTURE: Final = "general.architecture"
@@ -133,15 +134,10 @@ def check_gguf(file: Path, name: str) -> GgufHeader:
     Raises:
         CheckpointError: The package gguf is missing, or the file is another one, damaged, cut off or hostile.
     """
+    require_package(file.name, name)
     try:
-        import gguf  # noqa: F401
-    except ImportError:
-        raise CheckpointError(
-            "checkpoint_invalid",
-            f"{file.name} of {name} cannot be read without the package gguf: `pip install 'hf-triton[gguf]'`",
-        ) from None
-    try:
-        return _read_header(file)
+        with open_regular(file) as stream:
+            return _walk(stream.read(MAX_HEADER_BYTES), file.stat().st_size)
     except struct.error:
         fault = f"ends within its header, or has one of more than {MAX_HEADER_BYTES >> 20} MiB"
     except (OSError, ValueError) as error:
@@ -160,11 +156,6 @@ def is_whole_header(blob: bytes, file_size: int) -> bool:
     except ValueError:  # which `check_gguf` reports
         pass
     return True
-
-
-def _read_header(file: Path) -> GgufHeader:
-    with open_regular(file) as stream:
-        return _walk(stream.read(MAX_HEADER_BYTES), file.stat().st_size)
 
 
 def _walk(blob: bytes, file_size: int) -> GgufHeader:

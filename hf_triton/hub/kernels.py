@@ -77,11 +77,7 @@ def kernel_cache(environment: Mapping[str, str]) -> Path:
 
 
 def read_lock(cache: Path) -> dict[str, str]:
-    """The commits of kernels by their repositories; none without a file.
-
-    Raises:
-        CheckpointError: The file is damaged.
-    """
+    """The commits of kernels by their repositories; none without a file."""
     try:
         lock: Any = read_json(cache / LOCK)
         if isinstance(lock, dict) and all(

@@ -87,11 +87,7 @@ class Hub:
         return folder
 
     def fetch_config(self) -> None:
-        """Download the model's small files, which say what it does, unless they are on disk.
-
-        Raises:
-            LoadError: They cannot be found or downloaded.
-        """
+        """Download the model's small files, which say what it does, unless they are on disk."""
         spec = self._model_spec(needs_weights=False)
         if self._settings.gguf_file is None and not spec.is_local and self.find_config_folder() is None:
             self._resolve(spec)
@@ -147,11 +143,7 @@ class Hub:
         return self._resolve(CheckpointSpec(name, revision or "main", setting="adapters", files=ADAPTER_FILES))
 
     def fetch_kernel(self, kernel: CheckpointSpec, cache: Path) -> Path:
-        """Download a kernel of the Hub; returns its folder in the cache.
-
-        Raises:
-            LoadError: It cannot be downloaded.
-        """
+        """Download a kernel of the Hub; returns its folder in the cache."""
         if is_offline(self._environment):
             raise HubError(
                 "offline_and_not_cached",

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads what sentence-transformers writes beside a checkpoint: its own config, modules.json, and the modules' configs.
 
-Every option is followed, has no effect on what is served, or is refused by its name. Imports no torch.
+Every option is followed, has no effect on what is served, or is refused by its name: each `load_*` raises a
+CheckpointError for that, and for a file that is malformed or missing. Imports no torch.
 """
 
 from __future__ import annotations
@@ -131,11 +132,7 @@ def reading(files: str = f"{MODULES} and the configs that it names") -> Iterator
 
 @reading(GENERAL)
 def load_general_config(folder: Path) -> GeneralConfig:
-    """Read config_sentence_transformers.json.
-
-    Raises:
-        CheckpointError: It is malformed, asks for what is not served, or is of a model of another kind.
-    """
+    """Read config_sentence_transformers.json."""
     config = read_if_there(folder / GENERAL)
     kind = config.get("model_type")
     if kind in OTHER_KINDS:
@@ -157,11 +154,7 @@ def load_general_config(folder: Path) -> GeneralConfig:
 
 
 def load_module_list(folder: Path) -> list[tuple[str, str]]:
-    """Kind and folder of each module of modules.json; `SERVED` has the kinds.
-
-    Raises:
-        CheckpointError: The file is malformed, or a module is not served.
-    """
+    """Kind and folder of each module of modules.json; `SERVED` has the kinds."""
     modules = [(_kind(entry), _path(entry)) for entry in read(folder / MODULES, list)]
     kinds = [kind for kind, _ in modules]
     if kinds[:1] != ["Transformer"] or kinds.count("Transformer") > 1:
@@ -172,11 +165,7 @@ def load_module_list(folder: Path) -> list[tuple[str, str]]:
 
 
 def load_transformer_config(folder: Path, default_task: str = "feature-extraction") -> TransformerConfig:
-    """Read sentence_bert_config.json, by that name or one with another architecture's.
-
-    Raises:
-        CheckpointError: It is malformed, or asks for what is not served.
-    """
+    """Read sentence_bert_config.json, by that name or one with another architecture's."""
     file = next(iter(sorted(folder.glob("sentence_*_config.json"))), folder / "sentence_bert_config.json")
     config = read_if_there(file)
     for name in (*FORMER_NAMES, *FORMER_NAMES.values()):
@@ -205,11 +194,7 @@ def load_transformer_config(folder: Path, default_task: str = "feature-extractio
 
 
 def load_cross_encoder(folder: Path, task: str) -> TransformerConfig | None:
-    """Read the Transformer's config of a cross-encoder for a task; None if there is no modules.json.
-
-    Raises:
-        CheckpointError: A file is malformed or asks for what is not served, or the model does something else.
-    """
+    """Read the Transformer's config of a cross-encoder for a task; None if there is no modules.json."""
     if not (folder / MODULES).exists():
         return None
     with reading():
@@ -268,11 +253,7 @@ def read_if_there(file: Path) -> dict[str, Any]:
 
 
 def read(file: Path, kind: type[Any]) -> Any:
-    """A JSON file's object or array.
-
-    Raises:
-        CheckpointError: There is no file, or it holds something else.
-    """
+    """A JSON file's object or array, which must be there."""
     try:
         value = read_json(file)
     except FileNotFoundError:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How modules of sentence-transformers make a vector of the vectors of a text's tokens; the weights are the task's.
 
-Imports no torch.
+Each `load_*` raises a CheckpointError for a file that is missing or malformed, or asks for what is not served. Imports
+no torch.
 """
 
 from __future__ import annotations
@@ -106,9 +107,6 @@ def load_sentence_modules(folder: Path, kind: str | None = None) -> SentenceModu
     Args:
         folder: The checkpoint.
         kind: `CrossEncoder` for modules whose last Dense makes a score; None for those that make a vector.
-
-    Raises:
-        CheckpointError: A file is missing or malformed, or asks for what is not served.
     """
     if not (folder / MODULES).exists():
         return None
@@ -168,11 +166,7 @@ class LogitScore:
 
 
 def load_logit_score(folder: Path) -> LogitScore | None:
-    """Read the modules of a reranker that generates; None if the checkpoint has no modules.json.
-
-    Raises:
-        CheckpointError: A file is missing or malformed, or asks for what is not served.
-    """
+    """Read the modules of a reranker that generates; None if the checkpoint has no modules.json."""
     transformer = load_cross_encoder(folder, "text-generation")
     if transformer is None:
         return None
@@ -201,11 +195,7 @@ class SparseModules:
 
 
 def load_sparse_modules(folder: Path) -> SparseModules:
-    """Read what sentence-transformers says of a checkpoint that makes sparse vectors, if it says anything.
-
-    Raises:
-        CheckpointError: A file is missing or malformed, or asks for what is not served.
-    """
+    """Read what sentence-transformers says of a checkpoint that makes sparse vectors, if it says anything."""
     if not (folder / MODULES).exists():
         return SparseModules()
     with reading():

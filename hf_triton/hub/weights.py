@@ -32,9 +32,6 @@ def check_weights(settings: ModelSettings, info: Any, model: Any, *, is_headless
         model: The model as it was loaded.
         is_headless: Whether it is a model without a head, which needs neither a head's tensors, of any kind, nor a
             pooler.
-
-    Raises:
-        CheckpointError: Tensors are missing, extra, unreadable or have other shapes.
     """
     missing = [name for name in info["missing_keys"] if not (is_headless and "pooler." in name)]
     extra = [name for name in info["unexpected_keys"] if not re.search(STALE_BUFFERS, name)]

@@ -44,11 +44,7 @@ class BatchRequest:
 
 
 def read_requests(file: BinaryIO) -> Iterator[BatchRequest]:
-    """The requests of a batch file, from its start; empty lines are passed over.
-
-    Raises:
-        click.UsageError: A line is no request; says which.
-    """
+    """The requests of a batch file, from its start, without empty lines; a line that is no request is an error."""
     file.seek(0)
     for number, line in enumerate(file, 1):
         if line.strip():

@@ -56,11 +56,7 @@ def exit_at_sigterm() -> None:
 
 
 def talk(session: Session, model: str | None, prompt: str | None = None) -> None:
-    """Hold a conversation until its end, or until `prompt` is answered.
-
-    Raises:
-        HfTritonError: The model cannot be talked to; from a pipe, or as the only one, a message failed.
-    """
+    """Hold a conversation until its end, or until `prompt` is answered."""
     _prepare_input()
     try:
         session.open(model)

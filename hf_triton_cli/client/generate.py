@@ -163,19 +163,12 @@ def _read_stdin() -> str:
 
 
 async def complete(triton: Triton, name: str | None, prompt: str, sampling: Sampling, *, as_json: bool = False) -> None:
-    """Print the completion of a prompt as it comes.
-
-    Raises:
-        click.UsageError: No model is named, and there are several.
-        HfTritonError: It failed.
-    """
+    """Print the completion of a prompt as it comes."""
     from hf_triton_gateway.http.client_names import ClientNames
-    from hf_triton_gateway.http.errors import ApiError
     from hf_triton_gateway.triton.triton_messages import Generation
 
-    models = triton.models()
     parameters, options = split_parameters({**sampling.values, "exclude_input_in_output": True})
-    try:
+    async with triton.asked() as models:
         model = await triton.choose(models, name)
         names = ClientNames(sampling.typed_names, rows=())
         generation = Generation(model.name, uuid.uuid4().hex, parameters, options, prompts=[prompt], names=names)
@@ -185,10 +178,6 @@ async def complete(triton: Triton, name: str | None, prompt: str, sampling: Samp
             click.echo("\n---\n".join(map(shown, texts_of(await models.generate(generation)))))
         else:
             await _print_stream(models, generation)
-    except ApiError as error:
-        raise triton.api_error(error) from None
-    finally:
-        await models.close()
 
 
 async def _print_stream(models: TritonModels, generation: Generation) -> None:

@@ -91,11 +91,7 @@ class Session:
         self._set_system(system)
 
     def open(self, name: str | None) -> None:
-        """Connect and choose the model.
-
-        Raises:
-            HfTritonError: It cannot be talked to.
-        """
+        """Connect and choose the model."""
 
         async def connect() -> None:
             self._models = self._models or self._triton.models()
@@ -202,11 +198,7 @@ class Session:
         click.echo(f"Saved {len(self._messages)} messages to {file}.")
 
     def answer(self, text: str) -> None:
-        """Send a message and print the answer; a message without an answer leaves the conversation as it was.
-
-        Raises:
-            HfTritonError: It failed.
-        """
+        """Send a message and print the answer; a message without an answer leaves the conversation as it was."""
         self._messages.append({"role": "user", "content": text})
         try:
             answer = self._runner.run(self._print_answer())

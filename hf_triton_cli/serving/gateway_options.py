@@ -74,11 +74,7 @@ def _option(name: str, option: str) -> Callable[[Command], Command]:
 
 
 def read_config(options: Mapping[str, str], values: Mapping[str, Any], **fixed: object) -> GatewayConfig:
-    """The gateway's settings from a command's options and values, by field; `fixed` are those that the command decides.
-
-    Raises:
-        click.UsageError: A value is impossible.
-    """
+    """The gateway's settings of a command's options and values, by field, and of those that the command fixes."""
     try:
         return GatewayConfig.model_validate({**values, **fixed})
     except ValidationError as error:
