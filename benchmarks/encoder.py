@@ -90,7 +90,7 @@ class Encoders:
         return lambda texts: model.encode(texts, batch_size=32)
 
     def tokenize(self, text: str) -> EncoderInput:
-        """Without a tokenizer, a token for each word."""
+        """Make a token of each word, without a tokenizer."""
         if self.tokenizer is None:
             return EncoderInput([1000 + hash(word) % 20000 for word in text.split()])
         return EncoderInput(self.tokenizer(text, truncation=True, max_length=256)["input_ids"])

@@ -153,14 +153,7 @@ def seconds(work: Callable[[], None]) -> float:
 
 
 def measure(plain: LlamaForCausalLM, model: LlamaForCausalLM, requests: list[Request], width: int) -> dict[str, float]:
-    """One round of one case: tokens per second of each way.
-
-    Args:
-        plain: The model as transformers loads it.
-        model: The same, packed.
-        requests: In order of arrival.
-        width: How many run at a time.
-    """
+    """One round of one case: tokens per second of each way."""
     engine = apart(lambda: ContinuousBatchingEngine(model, max_num_seqs=width))
     widths = Widths(engine)
     try:
@@ -188,7 +181,7 @@ def measure(plain: LlamaForCausalLM, model: LlamaForCausalLM, requests: list[Req
 
 
 def table(rounds: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """By case: each way's median tokens per second, and the medians of the rounds' ratios."""
+    """Each way's median tokens per second by case, and the medians of the rounds' ratios."""
     rows: dict[str, dict[str, float]] = {}
     for case in rounds[0]:
         figures = [each[case] for each in rounds]

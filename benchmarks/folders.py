@@ -16,7 +16,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 
 Figures = dict[str, list[dict[str, float]]]
-"""By case, a figure of each way for each round."""
+"""A figure of each way for each round, by case."""
 
 
 def processor() -> str:
@@ -25,15 +25,7 @@ def processor() -> str:
 
 
 def make_folder(repository: Path, name: str, checkpoint: Path, config: str = "", **settings: object) -> None:
-    """A folder like falcon7b/ for another checkpoint.
-
-    Args:
-        repository: The model repository.
-        name: The folder's.
-        checkpoint: What it serves.
-        config: More lines of config.pbtxt.
-        settings: Its parameters.
-    """
+    """A folder like falcon7b/ for another checkpoint."""
     folder = repository / name
     shutil.copytree(ROOT / "falcon7b" / "1", folder / "1")
     values = {"huggingface_model": str(checkpoint), **settings}
@@ -42,14 +34,7 @@ def make_folder(repository: Path, name: str, checkpoint: Path, config: str = "",
 
 
 def take_turns(cases: Iterable[str], ways: Sequence[str], rounds: int, take: Callable[[str, str], float]) -> Figures:
-    """Measure every case by every way, in turns that change with each round; the first round warms up.
-
-    Args:
-        cases: What is measured.
-        ways: How.
-        rounds: How often.
-        take: Gives the figure of a case and a way.
-    """
+    """Measure every case by every way, in turns that change with each round; the first round warms up."""
     figures: Figures = {case: [] for case in cases}
     for number in range(rounds + 1):
         for case, found in figures.items():

@@ -40,7 +40,7 @@ from server import build_prompts
 from server import save as save_checkpoint
 
 from hf_triton.testing import TritonServer
-from hf_triton_cli.serving.gateway import GatewayProcess
+from hf_triton_cli.serving.gateway_process import GatewayProcess
 from hf_triton_gateway.gateway_config import GatewayConfig
 from hf_triton_gateway.triton.endpoint import Endpoint
 from hf_triton_gateway.triton.triton_messages import Generation
@@ -128,7 +128,7 @@ class Direct:
         self._loop.close()
 
     def wall_s(self, count: int, width: int, num_tokens: int) -> float:
-        """As `Way.wall_s`."""
+        """Seconds of `count` requests, as those of `Way`."""
         started_s = time.perf_counter()
         self._loop.run_until_complete(self._run(count, width, num_tokens))
         return time.perf_counter() - started_s
@@ -208,7 +208,7 @@ def build_repository(root: Path) -> tuple[Path, Path]:
 
 
 def measure(ways: dict[str, dict[str, Way | Direct]], rounds: int) -> Figures:
-    """By case, a figure of each way for each round."""
+    """Measure a figure of each way for each round, by case."""
 
     def tokens_per_s(case: str, way: str) -> float:
         return NUM_REQUESTS * NUM_NEW_TOKENS / ways[case][way].wall_s(NUM_REQUESTS, WIDTH, NUM_NEW_TOKENS)

@@ -33,11 +33,7 @@ Request = tuple[list[int], int]
 
 
 class OnFinish(SequenceListener):
-    """Passes outcomes on.
-
-    Args:
-        finish: Takes them.
-    """
+    """Passes outcomes on."""
 
     def __init__(self, finish: Callable[[Outcome], object]) -> None:
         self._finish = finish

@@ -36,7 +36,7 @@ class LeanClient:
         self._address = (parts.hostname, parts.port)
         self._sockets: list[socket.socket] = []
         self.first_s: list[float] = []
-        """Of each stream that was read last: seconds from its request to its first event; 0 of what is no stream."""
+        """Seconds from the request to the first event of each stream that was read last; 0 of what is no stream."""
 
     def close(self) -> None:
         """Close the connections: an open one delays the server's exit."""

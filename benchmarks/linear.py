@@ -31,7 +31,7 @@ TOLERANCE = 1.1
 
 
 class Layers:
-    """As many equal layers as there are bytes for."""
+    """Equal layers, as many as there are bytes for."""
 
     def __init__(self, outputs: int, inputs: int, dtype: torch.dtype) -> None:
         count = max(2, round(NUM_BYTES / (outputs * inputs * dtype.itemsize)))

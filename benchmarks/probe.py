@@ -40,7 +40,7 @@ MODELS: Final = [
     *((kind, num_layers, seed) for kind, num_layers in (("mistral", 32), ("gemma2", 26)) for seed in range(13)),
 ]
 WITH_FAULTS: Final = 2
-"""Of each kind."""
+"""How many models of each kind have faults."""
 
 
 def measure(kind: str, num_layers: int, seed: int, *, has_faults: bool) -> list[dict[str, Any]]:

@@ -58,7 +58,7 @@ class CallCounter(Observer):
         self._num_steps += 1
 
     def profile(self, frame: FrameType, event: str, argument: object) -> None:
-        """For `sys.setprofile` of the engine's threads."""
+        """Count a call, for `sys.setprofile` of the engine's threads."""
         if event == "call" and FIRST_STEP <= self._num_steps < LAST_STEP:
             self._calls[frame.f_code] += 1
 

@@ -203,7 +203,7 @@ async def at_width(request: Callable[[int], Awaitable[None]], width: int, count:
 
 
 async def load_cases(client: Client) -> dict[str, Run]:
-    """By name, on the small model."""
+    """Run the cases of the small model, by name."""
 
     def request(num_tokens: int) -> Callable[[int], Awaitable[None]]:
         return lambda number: client.generate("small", f"w{number % 2000}", num_tokens)

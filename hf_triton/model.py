@@ -19,7 +19,7 @@ from hf_triton.tasks.hooks import Hooks
 
 if TYPE_CHECKING:
     from hf_triton.hub.checkpoint import Checkpoint
-    from hf_triton.hub.resolve import Hub
+    from hf_triton.hub.locate import Hub
     from hf_triton.protocol.task_declaration import TaskDeclaration
     from hf_triton.tasks.declared_task import DeclaredTask
     from hf_triton.tasks.encoder_task import EncoderTask
@@ -127,7 +127,7 @@ def declared_task(
     Raises:
         LoadError: They cannot be.
     """
-    from hf_triton.hub.resolve import Hub
+    from hf_triton.hub.locate import Hub
     from hf_triton.tasks.registry import VARIANTS, folder_task
 
     if own is None and settings.task in (None, *(task for task, _ in VARIANTS)):
@@ -163,8 +163,7 @@ def start_service(
     from hf_triton.triton_backend.service import Service
 
     name, version, settings = args["model_name"], args["model_version"], model.settings
-    for sentence in check_hooks(type(model), TritonPythonModel):
-        logger.warning(sentence)
+    check_hooks(type(model))
     meter = Meter()
     if settings.metrics:
         num_instances = count_instances(json.loads(args["model_config"]))
@@ -197,8 +196,8 @@ def start_service(
 
 def start_text_generation(hooks: Hooks, settings: ModelSettings, args: Mapping[str, str], meter: Meter) -> LoadedTask:
     """Load a checkpoint that generates text and start its engine. Arguments and errors as in `start_service`."""
+    from hf_triton.hub.locate import Hub
     from hf_triton.hub.neighbours import gpu_part
-    from hf_triton.hub.resolve import Hub
     from hf_triton.tasks.text_generation.chat_template import load_chat_template
     from hf_triton.tasks.text_generation.response_template import load_response_template
     from hf_triton.tasks.text_generation.task import build_text_generation
@@ -228,7 +227,7 @@ def start_declared(
     task_class: type[DeclaredTask], hooks: Hooks, settings: ModelSettings, args: Mapping[str, str], meter: Meter
 ) -> LoadedTask:
     """Load the model of a task and start its engine. Arguments and errors as in `start_service`."""
-    from hf_triton.hub.resolve import Hub
+    from hf_triton.hub.locate import Hub
     from hf_triton.tasks.checked_hooks import check_encoder_hooks
     from hf_triton.triton_backend.process import stop_server
 

@@ -59,7 +59,7 @@ ADMIN_APIS: Final = ("model-repository", "shared-memory", "trace", "logging")
 """What changes a server: loading (and the index), regions of shared memory, where Triton writes traces and logs."""
 ADMIN_HEADER: Final = "admin-key"
 SHARED_MEMORY: Final = Path("/dev/shm")
-"""Where the server and the processes of its models pass tensors to each other."""
+"""The folder where the server and the processes of its models pass tensors to each other."""
 SCARCE_BYTES: Final = 64 << 20
 """Docker's default for it: less free than this does for small requests alone."""
 OUTGOING_PORTS: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -108,12 +108,7 @@ def read_log(file: Path) -> str:
 
 
 def describe_log(text: str, log: int | Path | None) -> str:
-    """The end of an error message: the last lines of a program's log that may say why, or a pointer to them.
-
-    Args:
-        text: The log.
-        log: Where it is kept, if it is.
-    """
+    """The end of an error message: the last lines of a program's log that may say why, or a pointer to them."""
     if not text:
         return "" if isinstance(log, Path) else ": its log above says why"
     lines = text.splitlines()

@@ -407,7 +407,7 @@ class LoadedSettings(Generic[AnySettings]):
 
     settings: AnySettings
     sources: Mapping[str, str]
-    """By setting: `config.pbtxt` or where else the parameters stand, the environment variable's name, or `default`."""
+    """Each setting's source: `config.pbtxt` or where else it stands, an environment variable's name, or `default`."""
 
     def describe(self) -> str:
         """The settings that have another source than their defaults, on one line."""

@@ -23,11 +23,7 @@ STARTS_TRITON: Final = ("run", "serve")
 
 
 def check_command(name: str) -> None:
-    """Check that a command finds its packages, or, where the name is of none, the help.
-
-    Raises:
-        MissingExtraError: It does not.
-    """
+    """Refuse a command whose packages are missing; where the name is of none, the help."""
     if name not in NEEDS:
         check_extras("`hf-triton`", "gateway", everything="cli")
         return

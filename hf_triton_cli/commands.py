@@ -12,7 +12,7 @@ import click
 
 from hf_triton import __version__
 from hf_triton.errors import HfTritonError
-from hf_triton_cli.exit_codes import EXIT_CODES, FAILED, INTERRUPTED
+from hf_triton_cli.exit_codes import INTERRUPTED, exit_code
 from hf_triton_cli.lazy import LazyGroup
 from hf_triton_cli.tables import printable
 from hf_triton_cli.typed import as_typed
@@ -48,8 +48,8 @@ MODULES: Final = {
     **{name: f"serving.{name}:{name}" for name in ("run", "serve", "openai")},
     **{name: f"client.{name}:{name}" for name in ("status", "generate", "chat", "bench")},
     "list": "client.listing:list_models",
-    "load": "client.models:load",
-    "unload": "client.models:unload",
+    "load": "client.loading:load",
+    "unload": "client.loading:unload",
     "run-batch": "client.run_batch:run_batch",
 }
 EPILOG: Final = """\b
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except HfTritonError as error:
         failure = error
     click.echo(printable(as_typed(f"error: {failure}")), err=True)  # it may quote a checkpoint
-    sys.exit(EXIT_CODES.get(failure.code, FAILED))
+    sys.exit(exit_code(failure))
 
 
 def _open_closed_streams() -> None:

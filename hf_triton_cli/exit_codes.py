@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+from hf_triton.errors import HfTritonError
+
 FAILED: Final = 1
 WRONG: Final = 2
 NOT_FOUND: Final = 3
@@ -24,3 +26,10 @@ EXIT_CODES: Final[Mapping[str, int]] = {
     **dict.fromkeys(("invalid_setting", "wrong_usage"), WRONG),
 }
 """Other errors are FAILED."""
+
+
+def exit_code(error: BaseException) -> int:
+    """The exit code of an error; where another of ours caused it, the cause's."""
+    if isinstance(error.__cause__, HfTritonError):
+        return exit_code(error.__cause__)
+    return EXIT_CODES.get(getattr(error, "code", ""), FAILED)

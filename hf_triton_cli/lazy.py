@@ -31,11 +31,9 @@ class HelpFormatter(click.HelpFormatter):
     """Click's, with colours on a terminal."""
 
     def write_heading(self, heading: str) -> None:
-        """See click."""
         super().write_heading(click.style(heading, bold=True))
 
     def write_dl(self, rows: Iterable[tuple[str, str]], *args: Any, **options: Any) -> None:
-        """See click."""
         super().write_dl([(click.style(name, fg="cyan"), text) for name, text in rows], *args, **options)
 
 
@@ -68,11 +66,9 @@ class LazyGroup(click.Group):
         self._modules = modules
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """See click."""
         return [name for section in self._sections.values() for name in section]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """See click."""
         if cmd_name not in self.list_commands(ctx):
             return None
         module, _, attribute = self._modules.get(cmd_name, f"{cmd_name}:{cmd_name}").partition(":")
@@ -84,11 +80,6 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """See click.
-
-        Raises:
-            click.UsageError: There is no such command.
-        """
         name = args[0]
         if name.startswith("-") or name in self.list_commands(ctx):
             return super().resolve_command(ctx, args)
@@ -97,7 +88,6 @@ class LazyGroup(click.Group):
         raise click.UsageError(f"there is no command {clip(name)}{hint}", ctx)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """See click."""
         for title, section in self._sections.items():
             with formatter.section(title):
                 formatter.write_dl(list(section.items()))

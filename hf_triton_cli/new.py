@@ -16,7 +16,7 @@ from hf_triton.folders.staging import publish, staging_folder
 from hf_triton.protocol.names import DOOR_SUFFIX
 from hf_triton.server import is_shell_safe
 from hf_triton.settings import DEFAULT_MODELS, default_model
-from hf_triton_cli.options import SET, TASK
+from hf_triton_cli.shared_options import SET, TASK, not_writable
 
 
 @click.command(epilog="Example: hf-triton new qwen3 --model Qwen/Qwen3-0.6B --into model_repository")
@@ -60,13 +60,16 @@ def new(
     if model is None and not default:
         raise click.UsageError(f"give --model, or one of these as --task: {', '.join(DEFAULT_MODELS)}")
     own = {**default, **settings} if model is None else model_settings(model, settings)
-    with staging_folder(folders[0]) as staging:
-        staged = [Path(staging) / folder.name for folder in folders]
-        write_model_folder(staged[0], own, stream=stream)
-        for door in staged[1:]:
-            shutil.copytree(DOOR_FOLDER, door, ignore=shutil.ignore_patterns("__pycache__"))
-        for folder, target in zip(staged, folders, strict=True):
-            publish(folder, target)
+    try:
+        with staging_folder(folders[0]) as staging:
+            staged = [staging / folder.name for folder in folders]
+            write_model_folder(staged[0], own, stream=stream)
+            for door in staged[1:]:
+                shutil.copytree(DOOR_FOLDER, door, ignore=shutil.ignore_patterns("__pycache__"))
+            for folder, target in zip(staged, folders, strict=True):
+                publish(folder, target)
+    except OSError as error:
+        raise not_writable(into, error) from None
     checkpoint = own["huggingface_model"]
     if is_missing(checkpoint):
         click.echo(f"There is no folder {clip(checkpoint)} here: it must exist where the model is served.", err=True)

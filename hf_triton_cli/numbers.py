@@ -16,7 +16,6 @@ class Numbers(click.ParamType[list[int]]):
     name = "numbers"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
-        """See click."""
         if isinstance(value, list):
             return value
         parts = [part.strip() for part in value.split(",")]
@@ -33,7 +32,6 @@ class SeveralNumbers(click.Command):
     """A command whose options of numbers also take them as words of their own."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """See click."""
         names = {name for param in self.params if param.type is NUMBERS for name in param.opts}
         joined: list[str] = []
         for word in args:

@@ -8,7 +8,6 @@ import math
 import os
 import random
 import signal
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from itertools import islice
@@ -27,6 +26,7 @@ from hf_triton.folders.optimizable import available_providers, check_folder, mac
 from hf_triton.folders.staging import publish, staging_folder
 from hf_triton_cli.numbers import NUMBERS, SeveralNumbers
 from hf_triton_cli.progress import show_download
+from hf_triton_cli.shared_options import not_writable
 from hf_triton_cli.tables import new_figure, show_table
 
 NUM_SAMPLES: Final = 64
@@ -100,7 +100,10 @@ def optimize(
         raise click.UsageError("--int8 is for CPUs: leave it out, or set instance_group to KIND_CPU")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # `timeout` sends it: nothing is left behind
     with ExitStack() as stack:
-        work = Path(stack.enter_context(_work_folder(target)))
+        try:
+            work = stack.enter_context(staging_folder(target))
+        except OSError as error:
+            raise not_writable(target.parent, error) from None
         graphs = written_candidates(work, available_providers(), on_gpu=on_gpu, int8=int8)
         reference, *rows = _start(folder, graphs, _log(out), texts, stack, on_gpu=on_gpu)
         base = rows[0]
@@ -146,16 +149,6 @@ def _sample_texts() -> list[str]:
     return [" ".join(rng.choices(words, k=length)) for length in lengths]
 
 
-def _work_folder(target: Path) -> tempfile.TemporaryDirectory[str]:
-    """A folder outside the model repository."""
-    try:
-        return staging_folder(target)
-    except OSError as error:
-        raise click.UsageError(
-            f"{target.parent} cannot be written to ({error.strerror}): choose another folder with --into"
-        ) from None
-
-
 def _start(
     folder: Path,
     graphs: Mapping[str, tuple[str, Path, tuple[object, ...]]],
@@ -165,11 +158,7 @@ def _start(
     *,
     on_gpu: bool,
 ) -> list[Row]:
-    """Load the reference, PyTorch as the folder has it, and all others, their graphs written.
-
-    Raises:
-        ServerError: One of the first two cannot be loaded.
-    """
+    """Load the reference, PyTorch as the folder has it, and all others, their graphs written."""
 
     def start(row: Row) -> Row:
         if not row.refusal:
@@ -211,7 +200,7 @@ def choose(rows: Sequence[Row]) -> Row | None:
 
 
 def _log(out: Path | None) -> Path:
-    """Where the candidates' processes write."""
+    """The file that the candidates' processes write to."""
     if out is None:
         return Path(os.devnull)
     out.mkdir(parents=True, exist_ok=True)

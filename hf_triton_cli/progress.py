@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import click
 
-from hf_triton.folders.download import Event
+from hf_triton.folders.fetch import Event
 
 
 @contextlib.contextmanager

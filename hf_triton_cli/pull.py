@@ -10,12 +10,12 @@ from pathlib import Path
 import click
 
 from hf_triton.errors import HubError
-from hf_triton.folders.download import fetch, in_typed_words, unused_files, use_standard_cache
-from hf_triton.folders.kernels import fetch_kernels
+from hf_triton.folders.fetch import fetch, in_typed_words, unused_files, use_standard_cache
+from hf_triton.folders.fetch_kernels import fetch_kernels
 from hf_triton.folders.model_folder import check_settings, model_settings
 from hf_triton.folders.staging import publish, staging_folder
-from hf_triton_cli.options import SET
 from hf_triton_cli.progress import log_lines, show_download
+from hf_triton_cli.shared_options import SET
 from hf_triton_cli.tables import size_words
 
 
@@ -51,9 +51,9 @@ def pull(models: Sequence[str], into_folder: Path | None, has_kernels: bool, set
             folder = fetch(Path.cwd(), loaded, show_download)
         except HubError as error:
             raise in_typed_words(error) from None
-        if into_folder is not None:
-            folder = _copy(folder, into_folder, unused_files(folder, loaded))
         unused = unused_files(folder, loaded)
+        if into_folder is not None:
+            folder = _copy(folder, into_folder, unused)
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and path not in unused)
         click.echo(f"{model}: {folder} ({size_words(size)})")
 
@@ -66,7 +66,7 @@ def _copy(snapshot: Path, folder: Path, unused: Collection[Path]) -> Path:
 
     try:
         with staging_folder(folder) as staging:
-            copied = shutil.copytree(snapshot, Path(staging) / "checkpoint", ignore=others)
+            copied = shutil.copytree(snapshot, staging / "checkpoint", ignore=others)
             publish(copied, folder)
     except (OSError, shutil.Error) as error:
         raise HubError("disk_full", f"the checkpoint cannot be copied to {folder}: {error}") from None

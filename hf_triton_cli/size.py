@@ -12,7 +12,7 @@ import click
 
 from hf_triton.folders.cards import CARDS, CPU
 from hf_triton_cli.check import NOISY
-from hf_triton_cli.options import SET, CardName
+from hf_triton_cli.shared_options import SET, CardName
 from hf_triton_cli.tables import show_table
 
 if TYPE_CHECKING:
@@ -62,11 +62,7 @@ def size(
 
 
 def _context(found: Outlined, wanted: int | None) -> int:
-    """Tokens of a sequence.
-
-    Raises:
-        click.UsageError: They are more than the model's context.
-    """
+    """Tokens of a sequence, up to the model's context."""
     most = found.context_length
     if wanted is not None and wanted > most:
         raise click.UsageError(f"--context must be <= {most}, the model's own context, got {wanted}")

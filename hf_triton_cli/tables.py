@@ -15,7 +15,7 @@ COLOURS: Final[Mapping[str, str]] = {
     **dict.fromkeys(("LOADING", "UNLOADING", "warning"), "yellow"),
     **dict.fromkeys(("UNAVAILABLE", "error"), "red"),
 }
-"""Of states."""
+"""The colours of states."""
 DIRECTIONS: Final = frozenset(("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"))
 """Unicode's marks that change the direction of what follows."""
 
@@ -24,11 +24,9 @@ MAX_WHOLE: Final = 12
 
 
 def show_table(rows: Sequence[Mapping[str, object]], below: str = "") -> None:
-    """Print rows of the same columns; None is shown as a dash.
+    """Print rows of the same columns, of which the first names the row; None is shown as a dash.
 
-    Args:
-        rows: Values by column; the first one names the row.
-        below: A column that a terminal shows under the table, with the row's name.
+    A terminal shows the column `below` under the table.
     """
     if not rows:
         return
@@ -73,11 +71,6 @@ def new_figure() -> Any:
         click.echo("No plot: `pip install 'hf-triton[bench]'` installs matplotlib.", err=True)
         return None
     return Figure(figsize=(9, 4), layout="constrained")
-
-
-def rounded(figure: float | None, digits: int = 2) -> float | None:
-    """A figure of a table; None if it is not known."""
-    return None if figure is None else round(figure, digits)
 
 
 def printable(text: str) -> str:

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 ROOT = Path(__file__).resolve().parents[1]
 COLORS = ("#76b900", "#4a6fa5", "#b0763b", "#8a8a8a")
 WIDTH = 0.2
-"""Of a bar; loads are 1 apart."""
+"""A bar's width; loads are 1 apart."""
 
 
 def draw(figures: dict[str, Any], path: Path) -> None:

@@ -32,9 +32,9 @@ WIDTH = 100
 START_TIMEOUT_S = 120
 LINE_S = 0.35
 COMMAND_S = 1.5
-"""Between two lines of output, and before a command's."""
+"""The pause between two lines of output, and before a command's."""
 REST_S = 6.0
-"""At the end, before it begins again."""
+"""The pause at the end, before it begins again."""
 ENVIRONMENT = os.environ | {
     "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     "COLUMNS": str(WIDTH),

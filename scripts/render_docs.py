@@ -15,7 +15,7 @@ from benchmarks.gpu.tables import document
 from hf_triton.errors import CODES
 from hf_triton.folders.cards import CARDS
 from hf_triton.hub.gguf_header import MAX_HEADER_BYTES
-from hf_triton.hub.resolve import CACHE_VARIABLES, TOKEN_VARIABLES
+from hf_triton.hub.locate import CACHE_VARIABLES, TOKEN_VARIABLES
 from hf_triton.protocol.chat_request import MAX_MESSAGES, MAX_TOOLS, ChatOptions
 from hf_triton.protocol.declared_ports import missing_ports
 from hf_triton.protocol.dialects import ALIASES

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which architectures' steps are captured as CUDA graphs on this card, and the engine's sentence where they are not.
+"""Says which architectures' steps are captured as CUDA graphs on this card, and why others' are not.
 
     python benchmarks/gpu/captured.py --out FOLDER
 
@@ -49,7 +49,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "mamba2": {"head_dim": 64, "state_size": 128},
     "deepseek-v3": LATENT,
 }
-"""By family, what differs from the tiny models of the tests beside the width."""
+"""What differs from the tiny models of the tests beside the width, by family."""
 WIDTH: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512}
 DENSE = {"llama": ("LlamaConfig", BASE), "qwen3": ("Qwen3Config", BASE)}
 NUM_REQUESTS, NUM_PROMPT, NUM_NEW = 2, 24, 16

@@ -34,7 +34,7 @@ from hf_triton.runner.torch_attention import Scoring
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """Shared memory of a program at most, by CUDA capability."""
 PROCESSOR_KIB = {80: 164, 86: 100, 89: 100, 90: 228, 100: 228, 120: 100}
-"""Of a processor."""
+"""Shared memory of a processor."""
 REGISTERS = 65536
 WAIT = re.compile(r"async_wait[^{]*\{num = (\d+)")
 SHAPES = {
@@ -62,11 +62,7 @@ def launch(shape: tuple[int, int, int, int], load: tuple[int, int], dtype: torch
 
 
 class Compiler:
-    """Compiles what is launched while it is entered, for one capability, and tells what a device would say.
-
-    Args:
-        capability: Of the device.
-    """
+    """Compiles what is launched while it is entered, for one capability, and tells what a device would say."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability

@@ -44,7 +44,7 @@ CLASSES = {
     "copy": ("memcpy", "memset", "copy", "cat", "index"),
     "sampling": ("argmax", "sample", "draw", "softmax", "reduce", "sort", "topk"),
 }
-"""Of kernels, by a part of their names; the first that fits."""
+"""Groups of kernels, by a part of their names; the first that fits."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,13 @@ class Plan:
     equal: tuple[int, int, int] = (64, 384, 128)
     """Requests, tokens of each prompt, new ones."""
     mixes: tuple[tuple[int, int], ...] = ((64, 640), (256, 1400))
-    """In flight, in all: some 20 s of an H100 with an 8B, and a tail."""
+    """Requests in flight, and in all: some 20 s of an H100 with an 8B, and a tail."""
     max_mixed_tokens: int = 2048
     prefix_tokens: int = 512
     max_num_seqs: int = 256
     max_cache_tokens: int = 200_000
     max_new_tokens: int = 512
-    """Of sequences that are cancelled before."""
+    """Tokens of sequences that are cancelled before."""
 
 
 SMALL = Plan(

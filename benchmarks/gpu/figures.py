@@ -32,16 +32,11 @@ FLUSHED_BYTES = 2**28
 
 
 QUEUE_CYCLES = 4_000_000
-"""For which a device waits, about 2 ms, while the host launches what is timed: else its launches are timed too."""
+"""How long a device waits, about 2 ms, while the host launches what is timed: else its launches are timed too."""
 
 
 class Figures:
-    """Prints figures and appends each to `figures.jsonl` as soon as it is known: one that is killed keeps the others.
-
-    Args:
-        part: The name of the part of the run.
-        out: The folder; it exists.
-    """
+    """Prints figures and appends each to `figures.jsonl` as soon as it is known, so that no stop loses it."""
 
     def __init__(self, part: str, out: Path) -> None:
         self._part = part
@@ -112,7 +107,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def _first_line(*command: str) -> str:
-    """Of a program's output; `-`: it is not there, or fails."""
+    """The first line of a program's output; `-`: it is not there, or fails."""
     if shutil.which(command[0]) is None:
         return "-"
     output = subprocess.run(command, capture_output=True, text=True, check=False).stdout

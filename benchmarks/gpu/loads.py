@@ -29,17 +29,11 @@ from hf_triton.sampling.types import Constraint
 
 MAX_WAIT_S = 120.0
 MEAN_PROMPT, MEAN_NEW, DEVIATION = 220, 190, 1.0
-"""Of the tokens of ShareGPT's conversations, about; the deviation of their logarithms."""
+"""Tokens of ShareGPT's conversations, about, and the deviation of their logarithms."""
 
 
 class Listener(SequenceListener):
-    """Calls functions.
-
-    Args:
-        finish: Takes outcomes.
-        note: Called at every token.
-        is_cancelled: Whether the requests are cancelled.
-    """
+    """Calls functions."""
 
     def __init__(
         self,
@@ -133,7 +127,7 @@ class Seen:
 
     num_steps: int = 0
     intervals_s: list[float] = field(default_factory=list)
-    """Between the beginnings of two full steps in a row."""
+    """Times between the beginnings of two full steps in a row."""
     read_tokens: list[int] = field(default_factory=list)
     """Tokens whose keys and values a full step reads."""
     num_live: int = 0
@@ -216,7 +210,7 @@ def decoding(
 
 @dataclass
 class Times:
-    """Of a request's tokens, by `time.perf_counter()`."""
+    """Times of a request's tokens, by `time.perf_counter()`."""
 
     submitted_s: float
     tokens_s: list[float] = field(default_factory=list)

@@ -31,7 +31,7 @@ SIZES = (
 
 
 def decoder_config(name: str) -> PretrainedConfig:
-    """Of one of `CONFIGS`, without an end token: completions have the lengths that are asked for."""
+    """A model of one of `CONFIGS`, without an end token: completions have the lengths that are asked for."""
     config, sizes, others = CONFIGS[name]
     no_end = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     return config(**dict(zip(SIZES, sizes, strict=True)), **others, **no_end)

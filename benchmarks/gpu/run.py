@@ -78,7 +78,7 @@ TASKS = (
     Task("falcon", 110, engine.main, "falcon-7b", is_default=False),
 )
 LARGE_TASKS = frozenset({"qwen", "falcon", "tests"})
-"""Those that `--small` leaves out: the same code as `llama`, and what needs a device."""
+"""Models that `--small` leaves out: the same code as `llama`, and what needs a device."""
 
 
 def main() -> int:

@@ -98,7 +98,7 @@ def save(model: Any, folder: Path) -> Path:
 @contextmanager
 def served(checkpoint: Path, root: Path, width: int) -> Iterator[dict[str, LeanClient]]:
     """Clients of tritonserver and of a gateway before it, by the way."""
-    from hf_triton_cli.serving.gateway import GatewayProcess
+    from hf_triton_cli.serving.gateway_process import GatewayProcess
     from hf_triton_gateway.gateway_config import GatewayConfig
 
     settings = {"max_num_seqs": width, "max_cache_tokens": MAX_CACHE_TOKENS, "exclude_input_in_output": "true"}

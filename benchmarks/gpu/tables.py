@@ -41,7 +41,7 @@ TABLES: dict[str, tuple[str, tuple[str, ...]]] = {
     "Attention of one layer": ("attention", ("us", "tb_per_s", "of_copy", "tflops", "error", "rows_us", "sdpa_us")),
     "Encoders": ("encoder", ("texts_per_s", "of_padded", "alone_ms", "distance")),
 }
-"""By heading: the part of the run, and the figures of a row; a record without any is in no row."""
+"""The part of the run and the figures of a row, by heading; a record without any is in no row."""
 
 LLAMA, MIX = ("engine", "llama-3-8b"), ("mix", "64 in flight")
 AT_LEAST = {

@@ -54,9 +54,6 @@ UNSUPPORTED_WARPERS: Final = ("top_h", "epsilon_cutoff", "eta_cutoff")
 """Options that no engine supports: `generate` applies them in its own sampler, which is not used here. Like all that
 warp the distribution, the latter have an effect only if the checkpoint samples."""
 
-CONTEXT_LIMITS: Final = {"doge": "keep_window_size"}
-"""By model type, the config entry that limits the context under continuous batching. Doge selects among tokens of
-equal score by their columns."""
 IN_TURNS: Final = "where a sequence waits for the batch before it"
 """What the batch engine costs."""
 NO_ROOM: Final = (
@@ -211,9 +208,9 @@ def _obstacle(model: Any, context_length: int) -> str | None:
         return "it is an encoder-decoder"
     if shares_positions(model, context_length) and not has_long_rope(model):
         return "its positions change with the longest sequence of the batch"
-    size = CONTEXT_LIMITS.get(model.config.model_type)
-    if size is not None and context_length > getattr(model.config, size):
-        return f"its {size} is shorter than its context, and a continuous batch does not apply it"
+    size = getattr(model.config, "keep_window_size", None)  # within which it selects tokens by their columns
+    if size is not None and context_length > size:
+        return "its keep_window_size is shorter than its context, and a continuous batch does not apply it"
     asked = _asked(model, GENERATE_ONLY)
     return f"its generation_config has {', '.join(asked)}" if asked else None
 

@@ -44,13 +44,9 @@ class Candidate:
     """Whether Triton would place it on the first GPU, and not on the CPU."""
 
     def load(self) -> tuple[Any, Any, Any]:
-        """The folder's task, checkpoint and settings.
-
-        Raises:
-            HfTritonError: It cannot be loaded.
-        """
+        """The folder's task, checkpoint and settings."""
         from hf_triton.hub.checkpoint import Placement, load_checkpoint
-        from hf_triton.hub.resolve import Hub
+        from hf_triton.hub.locate import Hub
         from hf_triton.tasks.registry import folder_task
 
         own = own_class(self.folder)
@@ -63,15 +59,7 @@ class Candidate:
 
 
 class Measured:
-    """A candidate in its own process: its engine, as Triton's process would have it.
-
-    Args:
-        candidate: What to load.
-        texts: Measured and compared.
-
-    Raises:
-        HfTritonError: It cannot be loaded.
-    """
+    """A candidate in its own process: its engine, as Triton's process would have it."""
 
     def __init__(self, candidate: Candidate, texts: Sequence[str]) -> None:
         from hf_triton.tasks.encoding import build_task_engine
@@ -146,11 +134,7 @@ class Child:
         theirs.close()
 
     def call(self, method: str, *args: Any) -> Any:
-        """What a method of the object returns.
-
-        Raises:
-            ServerError: It failed, or the process ended.
-        """
+        """What a method of the object returns; a ServerError if it failed, or the process ended."""
         try:
             self._connection.send((method, args))
             sentence, result = self._connection.recv()

@@ -12,16 +12,7 @@ from hf_triton.runner.outline import Outline
 
 @dataclass(frozen=True)
 class Room:
-    """A model in the memory of a device.
-
-    Args:
-        outline: Of the model.
-        weights: In bytes.
-        device: `cuda` or `cpu`.
-        total: Bytes of the device; of the host, those that are free.
-        fraction: The part of a GPU that an instance takes.
-        max_cache_tokens: The setting.
-    """
+    """A model with so many bytes of weights in the memory of a device; of the host, `total` is what is free."""
 
     outline: Outline
     weights: int
@@ -37,7 +28,7 @@ class Room:
 
     @property
     def num_tokens(self) -> int:
-        """Of keys and values, states included, for which there is room."""
+        """Tokens of keys and values, states included, for which there is room."""
         import torch
 
         free = self.total - self.weights if self.device == "cpu" else self.total
@@ -47,11 +38,11 @@ class Room:
         return max(0, memory.max_tokens(GpuPart(self.fraction, is_set=True), 0))
 
     def sequence_tokens(self, context: int) -> int:
-        """Of the blocks of a sequence."""
+        """Tokens in the blocks of a sequence."""
         return -(-context // self.block_size) * self.block_size
 
     def sequence_bytes(self, context: int) -> int:
-        """Of a sequence's blocks and states."""
+        """Bytes of a sequence's blocks and states."""
         return (self.sequence_tokens(context) + self.outline.slot_tokens) * self.outline.bytes_per_token
 
     def num_sequences(self, context: int) -> int:

@@ -22,7 +22,7 @@ MIN_AGREEMENT: Final = 0.98
 ROUND_S: Final = 0.5
 MIN_RUNS: Final = 3
 MAX_RUNS: Final = 20
-"""Of one case in a round."""
+"""How long one case takes in a round."""
 MAX_SCATTER: Final = 3.0
 """How many times as long as the shortest run nine of ten may take; what scatters more is noise."""
 Outputs = Sequence[npt.NDArray[np.float32]]
@@ -38,7 +38,7 @@ class Row:
     refusal: str | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     rounds: dict[Case, list[list[float]]] = field(default_factory=dict)
-    """By case, the seconds of each run of each round."""
+    """The seconds of each run of each round, by case."""
 
     def call(self, method: str, *args: Any) -> Any:
         """Ask its process; None if it fails, which refuses the candidate."""
@@ -84,7 +84,7 @@ class Row:
         return float(np.percentile(samples_s, 90)) / min(samples_s)
 
     def least_gain(self, base: Row) -> float:
-        """As `total_gain`, or by the shortest runs, which other programs disturb least: the lower of the two."""
+        """The lower of `total_gain` and the gain by the shortest runs, which other programs disturb least."""
         cases = [case for case in self.rounds if case != TEXTS]
         by_shortest = (min(base.samples_s(case)) / min(self.samples_s(case)) for case in cases)
         return min(self.total_gain(base), statistics.geometric_mean(by_shortest))
@@ -107,15 +107,7 @@ def measure(rows: Sequence[Row], cases: Sequence[Case], num_rounds: int) -> None
 
 
 def judge(row: Row, reference: Outputs, outputs: Outputs, tolerance: float, kind: str) -> None:
-    """Compare outputs, and refuse a candidate whose outputs are not those of the reference.
-
-    Args:
-        row: The candidate; one of 8 bits has a rule of its own.
-        reference: Of each text.
-        outputs: The candidate's.
-        tolerance: The largest difference.
-        kind: See `agreement`.
-    """
+    """Compare outputs, and refuse a candidate whose outputs differ by more than `tolerance`; 8 bits have a rule."""
     pairs = list(zip(reference, outputs, strict=True))
     difference = max(float(np.abs(one - other).max()) for one, other in pairs)
     cosine = min(_cosine(one.ravel(), other.ravel()) for one, other in pairs)
@@ -147,7 +139,7 @@ def agreement(reference: Outputs, outputs: Outputs, kind: str) -> float:
 
 
 def _nearest(vectors: Outputs) -> npt.NDArray[np.int64]:
-    """For each text the one whose vector, or mean vector of its tokens, has the largest cosine."""
+    """The text nearest to each, by the cosine of their vectors, or of the mean vectors of their tokens."""
     means = np.stack([each.reshape(-1, each.shape[-1]).mean(0) for each in vectors])
     means /= np.linalg.norm(means, axis=1, keepdims=True)
     likeness = means @ means.T

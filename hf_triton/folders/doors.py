@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import hf_triton
 from hf_triton.errors import HfTritonError, SettingsError
-from hf_triton.files import read_json, read_text
+from hf_triton.files import read_text
 from hf_triton.folders.folders import (
     as_json,
     load_folder_settings,
@@ -25,7 +25,8 @@ from hf_triton.folders.folders import (
 )
 from hf_triton.hub.gguf import find_gguf
 from hf_triton.hub.gguf_header import CHAT_TEMPLATE, check_gguf
-from hf_triton.hub.resolve import Hub
+from hf_triton.hub.kind import read_object
+from hf_triton.hub.locate import Hub
 from hf_triton.protocol.names import DOOR_SUFFIX, MODEL_SETTINGS
 from hf_triton.protocol.task_declaration import TaskDeclaration
 from hf_triton.scratch import ScratchFolder
@@ -43,15 +44,7 @@ OUR_MODULES: Final = ("hf_triton", "hf_triton.model")
 
 @contextlib.contextmanager
 def door_repository(repository: Path, taken: Collection[str]) -> Iterator[Path]:
-    """A temporary model repository with a stream door for each folder that needs one.
-
-    Args:
-        repository: The folders that are served.
-        taken: Names of folders that are not, and that no door gets.
-
-    Yields:
-        A folder that may be empty.
-    """
+    """A temporary repository with a stream door for each folder that needs one, unless its name is `taken`."""
     with ScratchFolder("doors") as root:
         doors = {f"{name}{DOOR_SUFFIX}" for name in folders_without_door(repository)}
         for door in doors.difference(taken):
@@ -94,22 +87,23 @@ def generates_text(folder: Path) -> bool:
 
 def encoder_declaration(folder: Path) -> TaskDeclaration | None:
     """The task of a folder that generates no text, as far as its settings and its checkpoint on disk say; else None."""
-    try:
-        settings = load_folder_settings(parse_config(folder), ModelSettings).settings
-    except (HfTritonError, ImportError):  # Triton says what is wrong; and a folder may declare settings of its own
-        return None
-    task = folder_task(None, settings, folder)
+    settings = _settings(folder)
+    task = None if settings is None else folder_task(None, settings, folder)
     return None if task is None else task.declaration
+
+
+def _settings(folder: Path) -> ModelSettings | None:
+    """A folder's settings; None: they are wrong, which Triton says, or it declares some of its own."""
+    with contextlib.suppress(HfTritonError, ImportError):
+        return load_folder_settings(parse_config(folder), ModelSettings).settings
+    return None
 
 
 def has_chat_template(folder: Path) -> bool:
     """Whether a folder's model renders chats, by its files; True if they do not say, as most models do."""
-    try:
-        settings = load_folder_settings(parse_config(folder), ModelSettings).settings
-    except (HfTritonError, ImportError):
-        return True
-    checkpoint = Hub(folder, settings, os.environ).find_config_folder()
-    if settings.chat_template is not None or settings.tokenizer is not None or checkpoint is None:
+    settings = _settings(folder)
+    checkpoint = None if settings is None else Hub(folder, settings, os.environ).find_config_folder()
+    if settings is None or settings.chat_template is not None or settings.tokenizer is not None or checkpoint is None:
         return True
     with contextlib.suppress(HfTritonError):  # the load says what is wrong
         if gguf := find_gguf(checkpoint, settings.gguf_file):
@@ -123,14 +117,12 @@ def has_chat_template(folder: Path) -> bool:
 
 def mask_token(folder: Path) -> str:
     """What a tokenizer on disk calls a token that is to be filled in; BERT's word if it does not say."""
-    with contextlib.suppress(HfTritonError, ImportError):
-        settings = load_folder_settings(parse_config(folder), ModelSettings).settings
-        checkpoint = Hub(folder, settings, os.environ).find_config_folder()
-        for file in [checkpoint / name for name in TOKEN_FILES] if checkpoint else []:
-            with contextlib.suppress(HfTritonError, AttributeError, OSError, ValueError):
-                token = read_json(file).get("mask_token")
-                if token := token.get("content") if isinstance(token, dict) else token:
-                    return str(token)
+    settings = _settings(folder)
+    checkpoint = None if settings is None else Hub(folder, settings, os.environ).find_config_folder()
+    for file in [checkpoint / name for name in TOKEN_FILES] if checkpoint else []:
+        token = read_object(file).get("mask_token")
+        if token := token.get("content") if isinstance(token, dict) else token:
+            return str(token)
     return MASK
 
 

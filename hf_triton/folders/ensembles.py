@@ -13,7 +13,7 @@ from hf_triton.errors import HfTritonError
 from hf_triton.folders.doors import own_names
 from hf_triton.folders.folders import as_json, load_folder_settings, parse_message
 from hf_triton.folders.own_code import own_class
-from hf_triton.hub.resolve import Hub
+from hf_triton.hub.locate import Hub
 from hf_triton.protocol.declared_ports import missing_ports
 from hf_triton.protocol.task_declaration import missing_task_ports
 from hf_triton.protocol.validation import suggest
@@ -29,7 +29,7 @@ class Port:
     """An input or output of a model, or of an ensemble."""
 
     place: str
-    """Whose it is, for messages."""
+    """The model that it is of, for messages."""
     data_type: str
     dims: list[int]
     is_batched: bool
@@ -118,11 +118,7 @@ def _model_ports(folder: Path) -> Known:
 def _completed(
     folder: Path, config: Mapping[str, Any]
 ) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]] | None:
-    """The inputs and outputs that a folder of this library gets at load; None: its task is not known yet.
-
-    Raises:
-        HfTritonError: The folder cannot be served.
-    """
+    """The inputs and outputs that a folder of this library gets at load; None: its task is not known yet."""
     own = own_class(folder)
     settings = load_folder_settings(config, own.settings_class).settings
     if not isinstance(settings, ModelSettings):

@@ -27,13 +27,13 @@ from hf_triton.folders.folders import (
 )
 from hf_triton.folders.model_folder import TASKS
 from hf_triton.folders.own_code import own_class
-from hf_triton.folders.sizes import build_without_weights, dtype_name, loaded_bytes, read_dtype
-from hf_triton.folders.tensors import check_tensors
-from hf_triton.hub.blocks import check_scales
+from hf_triton.folders.tensor_check import check_tensors
+from hf_triton.folders.weight_bytes import build_without_weights, dtype_name, loaded_bytes, read_dtype
 from hf_triton.hub.failures import FOLDER_HINT, explain_download
 from hf_triton.hub.kind import find_task
+from hf_triton.hub.locate import Hub
 from hf_triton.hub.pretrained import gguf_of, is_quantized, stored_quantization
-from hf_triton.hub.resolve import Hub
+from hf_triton.hub.scales import check_scales
 from hf_triton.hub.sizes import check_sizes
 from hf_triton.hub.spec import CheckpointSpec
 from hf_triton.server import scarce_shared_memory
@@ -62,11 +62,7 @@ class Finding:
 
 
 class FolderCheck:
-    """Collects findings about a folder, from its files to its model; what cannot be known without the former is left.
-
-    Args:
-        folder: With config.pbtxt.
-    """
+    """Collects findings about a folder, from its files to its model; what depends on a faulty part is left out."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder.resolve()
@@ -112,18 +108,10 @@ class FolderCheck:
         changed = [name for name, source in loaded.sources.items() if source != "default"]
         self._add("settings", "ok", f"{', '.join(changed) or 'none'} given, the others have their defaults")
         if isinstance(loaded.settings, ModelSettings):
-            self._check_hooks(own)
             with self._errors(OWN):
                 self._check_model(own, loaded.settings, config)
         else:
             self._check_door(loaded.settings, config)
-
-    def _check_hooks(self, own: Any) -> None:
-        from hf_triton import TritonPythonModel
-        from hf_triton.tasks.checked_hooks import check_hooks
-
-        for sentence in check_hooks(own, TritonPythonModel):
-            self._add(OWN, "warning", sentence)
 
     def _check_ensemble(self, steps: list[str]) -> None:
         self._add("ensemble", "ok", f"joins {', '.join(steps)}")
@@ -347,7 +335,7 @@ class FolderCheck:
 
 
 def last_line(error: Exception) -> str:
-    """Where an exception came from: `at model.py:9`."""
+    """Say where an exception came from: `at model.py:9`."""
     frames = traceback.extract_tb(error.__traceback__)
     return f"at {Path(frames[-1].filename).name}:{frames[-1].lineno}"
 
@@ -387,11 +375,7 @@ def device_of(config: Mapping[str, Any]) -> Any:
 
 
 def _check_devices(config: Mapping[str, Any]) -> None:
-    """Check that the GPUs that `instance_group` asks for are there.
-
-    Raises:
-        CheckpointError: One is not.
-    """
+    """Check that the GPUs that `instance_group` asks for are there."""
     from hf_triton.hub.checkpoint import Placement
 
     for group in config.get("instance_group", ()):

@@ -76,11 +76,7 @@ def model_file(version: Path) -> Path:
 
 
 def newest_version(folder: Path) -> Path:
-    """The version of a model folder with the highest number, of those with a model's code.
-
-    Raises:
-        SettingsError: There is none.
-    """
+    """The version with the highest number of those with a model's code; there must be one."""
     versions = [path for path in _versions(folder) if path.name.isdecimal() and model_file(path).exists()]
     if not versions:
         raise SettingsError(f"it has no 1/{model_file(folder / '1').name}: copy one from a model folder")
@@ -112,11 +108,7 @@ def parse_message(folder: Path) -> Any:
 
 
 def foreign_kind(folder: Path) -> str | None:
-    """What serves a folder that is not of this library: its backend; None: it is this library's, or means to be.
-
-    Raises:
-        SettingsError: Triton cannot read its config.pbtxt.
-    """
+    """What serves a folder that is not of this library: its backend; None: it is this library's, or means to be."""
     message = parse_message(folder)
     if not MODEL_SETTINGS.isdisjoint(message.parameters):
         return None
@@ -164,11 +156,7 @@ def ensemble_steps(folder: Path) -> list[str] | None:
 
 
 def load_folder_settings(config: Mapping[str, Any], settings_class: type[AnySettings]) -> LoadedSettings[AnySettings]:
-    """The settings in a config of `parse_config`.
-
-    Raises:
-        SettingsError: One is unknown or impossible.
-    """
+    """The settings in a config of `parse_config`."""
     parameters = {key: value.get("string_value", "") for key, value in config.get("parameters", {}).items()}
     return load_settings(parameters, os.environ, settings_class)
 

@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hf_triton.folders.candidates import Candidate
 from hf_triton.folders.folders import CONFIG, newest_version, parse_message
-from hf_triton.hub.graph import GRAPHS, GraphFacts
-from hf_triton.hub.resolve import Hub
+from hf_triton.hub.graph_facts import GRAPHS, GraphFacts
+from hf_triton.hub.locate import Hub
 from hf_triton.hub.sentence_names import SPARSE_LINEAR, files_of_modules
 
 if TYPE_CHECKING:
     from hf_triton.runner.graph import GraphRuntime
 
 PLACE: Final = "1/onnx"
-"""In the folder; `huggingface_model` names it."""
+"""The path in the folder that `huggingface_model` names."""
 HALF: Final = "1/float16"
 """The same of weights in half precision."""
 FUSIONS: Final[dict[str, Any]] = {"onnx": "cpu", "onnx-cuda": "cuda"}
-"""By runtime, see `export_graph`; TensorRT and OpenVINO know none."""
+"""The fusions of `export_graph`, by runtime; TensorRT and OpenVINO know none."""
 COPIED: Final = (".json", ".txt", ".model", ".jinja", ".py")
 """Files of a checkpoint beside its weights."""
 DROPPED: Final = (
@@ -35,11 +35,7 @@ DROPPED: Final = (
 
 
 class GraphWriter:
-    """Exports a folder's model; in a process of its own, since exporters take memory and leave patches.
-
-    Args:
-        folder: The model folder.
-    """
+    """Exports a folder's model; in a process of its own, since exporters take memory and leave patches."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

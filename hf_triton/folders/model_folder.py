@@ -92,12 +92,7 @@ def check_settings(settings: Mapping[str, str]) -> LoadedSettings[ModelSettings]
 
 
 def write_model_folder(folder: Path, settings: Mapping[str, str], *, stream: bool = False) -> None:
-    """Write a folder that Triton loads as it is.
-
-    Args:
-        folder: It must not exist.
-        settings: By name; `huggingface_model` is one of them.
-        stream: Whether it streams itself, and so refuses `/infer`.
+    """Write a folder that Triton loads as it is; one that streams itself refuses `/infer`.
 
     Raises:
         HfTritonError: A setting is unknown or impossible.

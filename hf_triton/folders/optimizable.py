@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which folders `hf-triton optimize` takes, what it may write for one on this machine, and what that machine is."""
+"""Says which folders `hf-triton optimize` takes, what it may write for one here, and what this machine is."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from hf_triton.errors import HfTritonError, ServerError, SettingsError
 from hf_triton.folders.comparison import Row
-from hf_triton.folders.download import Progress, fetch, use_standard_cache
+from hf_triton.folders.fetch import Progress, fetch, use_standard_cache
 from hf_triton.folders.folders import folder_defect, load_folder_settings, parse_config
 from hf_triton.folders.own_code import own_class
 from hf_triton.settings import ModelSettings
@@ -25,11 +25,7 @@ VERSIONS: Final = ("hf-triton", "torch", "transformers", *PACKAGES, "onnxruntime
 
 
 def check_folder(folder: Path, progress: Progress) -> None:
-    """Refuse what cannot be optimized, before anything is loaded.
-
-    Raises:
-        HfTritonError: The folder is wrong or no encoder's, its checkpoint is not to be had, or packages are missing.
-    """
+    """Refuse what cannot be optimized, for want of packages too, before anything is loaded."""
     if missing := [name for name in PACKAGES if find_spec(name) is None]:
         raise ServerError("client_missing", f"optimize needs {', '.join(missing)}: `pip install 'hf-triton[optimize]'`")
     if defect := folder_defect(folder):
@@ -77,14 +73,7 @@ def available_providers() -> Sequence[str]:
 def written_candidates(
     work: Path, providers: Sequence[str], *, on_gpu: bool, int8: bool
 ) -> dict[str, tuple[str, Path, tuple[object, ...]]]:
-    """What is written to be measured on this machine: a method of the writer, the folder, and its other arguments.
-
-    Args:
-        work: Where folders are written.
-        providers: Those of ONNX Runtime.
-        on_gpu: Whether the folder is placed on a GPU.
-        int8: Whether weights of 8 bits are asked for.
-    """
+    """What is written to be measured on this machine: a method of the writer, the folder, and its other arguments."""
     if on_gpu:
         from hf_triton.runner.graph import GPU_PROVIDERS
 
@@ -102,7 +91,7 @@ def written_candidates(
 
 
 def machine_of(base: Row) -> dict[str, Any]:
-    """Where a candidate was measured: processor, threads, versions, date."""
+    """Describe the machine of a candidate: processor, threads, versions, date."""
     from hf_triton.runner.graph import processor
 
     versions = {}

@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from hf_triton.errors import HfTritonError, HubError, SettingsError
-from hf_triton.folders.download import in_typed_words, use_standard_cache
+from hf_triton.folders.fetch import in_typed_words, use_standard_cache
 from hf_triton.folders.folders import folder_defect, is_checkpoint, is_model_folder, load_folder_settings, parse_config
 from hf_triton.folders.model_folder import check_settings, model_settings
 from hf_triton.folders.own_code import own_class
-from hf_triton.folders.repositories import DEMO_NAME, demo_repository
-from hf_triton.folders.sizes import read_dtype
+from hf_triton.folders.served_repository import DEMO_NAME, demo_repository
+from hf_triton.folders.weight_bytes import read_dtype
+from hf_triton.hub.download_parent import DownloadLimits, download
 from hf_triton.hub.kind import find_task, find_way
+from hf_triton.hub.locate import Hub
 from hf_triton.hub.pretrained import check_known, gguf_of, load_config, model_class, silence_transformers
-from hf_triton.hub.process import DownloadLimits, download
-from hf_triton.hub.resolve import Hub
 from hf_triton.hub.spec import CheckpointSpec
 from hf_triton.scratch import ScratchFolder
 from hf_triton.settings import ModelSettings
@@ -48,15 +48,7 @@ class Outlined:
 
 @contextlib.contextmanager
 def outlined(model: str, given: Mapping[str, str]) -> Iterator[Outlined]:
-    """Find a checkpoint; transformers prints nothing meanwhile.
-
-    Args:
-        model: A name on the Hub, a checkpoint's folder, a GGUF file, a model folder, or `demo`.
-        given: Settings, by name.
-
-    Raises:
-        HfTritonError: It does not exist, cannot be reached or read, or a setting is wrong.
-    """
+    """Find a checkpoint, by all that `hf-triton size` takes; transformers prints nothing meanwhile."""
     silence_transformers()
     use_standard_cache()
     with contextlib.ExitStack() as stack:

@@ -46,5 +46,5 @@ def own_class(folder: Path) -> Any:
     if not (isinstance(own, type) and issubclass(own, TritonPythonModel | StreamDoor)):
         raise SettingsError(f"{place} has no class TritonPythonModel that is a subclass of hf_triton.TritonPythonModel")
     if issubclass(own, TritonPythonModel):
-        check_hooks(own, TritonPythonModel)  # raises
+        check_hooks(own)
     return own

@@ -12,7 +12,7 @@ from hf_triton.errors import CheckpointError
 from hf_triton.folders.capacity import Room
 from hf_triton.folders.cards import CARDS, CPU
 from hf_triton.folders.outlined import Outlined
-from hf_triton.folders.sizes import BYTES, build_without_weights, dtype_name, loaded_bytes
+from hf_triton.folders.weight_bytes import BYTES, build_without_weights, dtype_name, loaded_bytes
 from hf_triton.hub.pretrained import SPEECH, check_quantization, is_quantized
 from hf_triton.runner.budget import FreeMemory, size_words
 from hf_triton.runner.device import DEFAULT_NUM_SEQS, MAX_NUM_SEQS
@@ -25,14 +25,7 @@ WIDTHS: Final = 4, 2
 
 
 class SizeReport:
-    """Collects figures about a model on a device.
-
-    Args:
-        found: The model.
-        gpu: The card's name, or `cpu`.
-        context: Tokens of a sequence.
-        concurrency: Sequences at a time; None: the setting `max_num_seqs`.
-    """
+    """Collects figures about a model and `concurrency` sequences of `context` tokens on a device."""
 
     def __init__(self, found: Outlined, gpu: str, context: int, concurrency: int | None) -> None:
         self.values: dict[str, Any] = {}
@@ -51,14 +44,7 @@ class SizeReport:
         return build_without_weights(found.kind, found.folder, found.config, found.settings)
 
     def run(self, name: str) -> None:
-        """Collect all.
-
-        Args:
-            name: Of the model, as it was given.
-
-        Raises:
-            LoadError: The checkpoint cannot be read.
-        """
+        """Collect all of a model, under the name that was given."""
         found = self._found
         self._add("model", name, name, f"by {found.kind.__name__}")
         weights, total = self._weights(), self._memory()

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from hf_triton.errors import HfTritonError, HubError, SettingsError, clip
-from hf_triton.folders.download import Progress, fetch, in_typed_words, use_standard_cache
+from hf_triton.folders.fetch import Progress, fetch, in_typed_words, use_standard_cache
 from hf_triton.folders.folders import is_checkpoint, is_model_folder, load_folder_settings, model_folders, parse_config
 from hf_triton.folders.model_folder import check_settings, folder_name, is_missing, model_settings, write_model_folder
-from hf_triton.folders.repositories import DEMO_NAME, demo_repository
+from hf_triton.folders.served_repository import DEMO_NAME, demo_repository
 from hf_triton.scratch import ScratchFolder
 from hf_triton.settings import ModelSettings
 
@@ -73,13 +73,10 @@ def model_repository(
         yield Path(root)
 
 
-def fetch_models(folders: Iterable[Path], progress: Progress) -> Mapping[str, str]:
-    """Download what folders need that no cache has.
+def fetch_models(folders: Iterable[Path], progress: Progress) -> Mapping[str, HfTritonError]:
+    """Download what folders need that no cache has; returns what failed, by folder.
 
     A folder that has settings of its own or wrong ones is left to its process.
-
-    Returns:
-        By folder, why its checkpoint cannot be found or downloaded.
     """
     failures = {}
     for folder in folders:
@@ -88,7 +85,7 @@ def fetch_models(folders: Iterable[Path], progress: Progress) -> Mapping[str, st
             try:
                 fetch(folder, settings, progress)
             except HfTritonError as error:
-                failures[folder.name] = str(error)
+                failures[folder.name] = error
     return failures
 
 

@@ -7,6 +7,8 @@ import errno
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -18,19 +20,32 @@ ELSEWHERE: Final = (errno.EXDEV, errno.EBUSY)
 """Why a folder cannot be renamed: another disk, or one that is mounted at its new place."""
 
 
-def staging_folder(target: Path) -> tempfile.TemporaryDirectory[str]:
+@contextmanager
+def staging_folder(target: Path) -> Iterator[Path]:
     """A temporary folder in which to write what `publish` moves to `target`.
 
     It lies beside the model repository if that is on the same disk and may be written to, else where `TMPDIR` says;
-    not in the repository, because Triton loads hidden folders too.
-
-    Args:
-        target: Its parent is made if there is none.
+    not in the repository, because Triton loads hidden folders too. Parents of `target` that are missing are made, and
+    removed again if nothing is published.
 
     Raises:
         OSError: The parent, or the temporary folder, cannot be written to.
     """
     repository = target.absolute().parent
+    made = [folder for folder in (repository, *repository.parents) if not os.path.lexists(folder)]
+    try:
+        with tempfile.TemporaryDirectory(
+            prefix=".hf_triton_", dir=_place_beside(repository), ignore_cleanup_errors=True
+        ) as staging:
+            yield Path(staging)
+    finally:
+        for folder in made:
+            with suppress(OSError):  # something is published there
+                folder.rmdir()
+
+
+def _place_beside(repository: Path) -> Path | None:
+    """The folder that a model repository is in; None if it cannot be written to, or is on another disk."""
     try:
         repository.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
@@ -39,21 +54,14 @@ def staging_folder(target: Path) -> tempfile.TemporaryDirectory[str]:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(repository))
     beside = repository.parent
     is_near = beside.stat().st_dev == repository.stat().st_dev and os.access(beside, os.W_OK | os.X_OK)
-    return tempfile.TemporaryDirectory(
-        prefix=".hf_triton_", dir=beside if is_near else None, ignore_cleanup_errors=True
-    )
+    return beside if is_near else None
 
 
 def publish(folder: Path, target: Path) -> None:
-    """Move a complete folder to its place.
+    """Move a complete folder to its place, where nothing or an empty folder is.
 
-    Args:
-        folder: In a `staging_folder`.
-        target: It does not exist, or is an empty folder. On another disk it is copied to, and can be loaded once the
-            copy is complete; what was copied is removed if that fails.
-
-    Raises:
-        OSError: It cannot be written.
+    On another disk it is copied to, and can be loaded once the copy is complete; what was copied is removed if that
+    fails.
     """
     try:
         os.rename(folder, target)

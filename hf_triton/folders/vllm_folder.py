@@ -37,18 +37,7 @@ NAMES: Final = ("huggingface_model", "tokenizer")
 
 
 def write_vllm_folder(folder: Path, target: Path) -> list[str]:
-    """Write config.pbtxt and 1/model.json, and with adapters 1/multi_lora.json.
-
-    Args:
-        folder: The model folder.
-        target: What is written; nothing is there.
-
-    Returns:
-        What has no counterpart there.
-
-    Raises:
-        HfTritonError: The folder is wrong or generates no text, or the target cannot be written.
-    """
+    """Write config.pbtxt, 1/model.json, with adapters 1/multi_lora.json; returns what has no counterpart there."""
     if defect := folder_defect(folder):
         raise SettingsError(f"{folder.name}: {defect}")
     own = own_class(folder)
@@ -77,7 +66,7 @@ def write_vllm_folder(folder: Path, target: Path) -> list[str]:
 def _write(target: Path, files: Mapping[str, Any]) -> None:
     try:
         with staging_folder(target) as staging:
-            folder = Path(staging) / target.name
+            folder = staging / target.name
             (folder / "1").mkdir(parents=True)
             (folder / "config.pbtxt").write_text(CONFIG)
             for name, content in files.items():

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a model's name to a checkpoint on disk, and from there to a tokenizer and a model."""
+"""Turns a model's name into a checkpoint on disk, and that into a tokenizer and a model."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a model folder's settings to a tokenizer and a model on its device; repairs a damaged cache once."""
+"""Loads the tokenizer and the model of a folder's settings onto its device; repairs a damaged cache once."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from hf_triton.errors import CheckpointError, LoadError, SettingsError
-from hf_triton.hub.graph import check_graph, load_graph
+from hf_triton.hub.graph_facts import check_graph, load_graph
 from hf_triton.hub.imports import import_transformers
+from hf_triton.hub.locate import Hub
 from hf_triton.hub.pretrained import (
     IMAGE_CLASSIFIER,
     READ_IMAGES,
@@ -22,7 +23,6 @@ from hf_triton.hub.pretrained import (
     loading,
     silence_transformers,
 )
-from hf_triton.hub.resolve import Hub
 from hf_triton.hub.snapshot import purge_damaged
 from hf_triton.protocol.parameters import (
     GREEDY_BELOW,
@@ -88,7 +88,7 @@ class Checkpoint:
 
     tokenizer: Any
     model: Any
-    """In eval mode, on its device."""
+    """It is in eval mode, on its device."""
     context_length: int
     """Maximum tokens of a prompt and its completion together; of an encoder, of a text with its special tokens; 0: it
     reads no text."""
@@ -97,7 +97,7 @@ class Checkpoint:
     image_processor: Any = None
     """transformers' own, of a model that reads images."""
     stop_strings: tuple[str, ...] = ()
-    """Those of its generation_config, in place of which the request's own may be."""
+    """Its generation_config's, which a request's own replace."""
 
     @property
     def vocabulary_size(self) -> int:
@@ -136,12 +136,6 @@ def load_checkpoint(
     hub: Hub, settings: ModelSettings, placement: Placement, auto_class: str | None = None
 ) -> Checkpoint:
     """Find and load the checkpoint of the settings; a damaged cache entry is removed and downloaded again, once.
-
-    Args:
-        hub: Finds its files.
-        settings: The folder's.
-        placement: The device.
-        auto_class: The class of transformers for the task of an encoder; None for text generation.
 
     Raises:
         LoadError: One sentence with the model, the cause and the remedy.
@@ -213,11 +207,7 @@ def _load(
 
 
 def _check_vocabulary(checkpoint: Checkpoint, settings: ModelSettings) -> None:
-    """Warn of tokens that the model does not have.
-
-    Raises:
-        CheckpointError: Each prompt has one.
-    """
+    """Warn of tokens that the model does not have; refuse a tokenizer whose every prompt has one."""
     with loading("the model", settings, checkpoint.folder):
         vocabulary_size = checkpoint.vocabulary_size
     if len(checkpoint.tokenizer) <= vocabulary_size:

@@ -13,7 +13,7 @@ TOKEN: Final = re.compile(
 ENDS: Final = {"{": "}", "<": ">"}
 
 Fields = dict[str, list[Any]]
-"""By name, every value that a field is given: a text, or the fields of a message."""
+"""Every value that a field is given, by name: a text, or the fields of a message."""
 
 
 def parse_config_text(text: str) -> Fields:

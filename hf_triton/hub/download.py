@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The download process: fetches the files of a checkpoint into a cache folder, and verifies them.
 
-`process.py` starts it as `python -m hf_triton.hub.download`, because the Hub's client can block forever on a server
-that accepts connections and never answers, and only a process can be killed at its deadline. It reads one line of JSON
-from standard input, `{"spec": fields of CheckpointSpec, "cache_dir": path}`, and takes the access token from HF_TOKEN.
-It writes events to standard output, one line of JSON each, and exits when its standard input ends with its parent.
+`download_parent.py` starts it as `python -m hf_triton.hub.download`, because the Hub's client can block forever on a
+server that accepts connections and never answers, and only a process can be killed at its deadline. It reads one line
+of JSON from standard input, `{"spec": fields of CheckpointSpec, "cache_dir": path}`, and takes the access token from
+HF_TOKEN. It writes events to standard output, one line of JSON each, and exits when its standard input ends with its
+parent.
 """
 
 from __future__ import annotations
@@ -69,10 +70,7 @@ logger = logging.getLogger("hf_triton.hub.download")  # `__name__` is `__main__`
 class Downloader:
     """Downloads one checkpoint with the Hub's own client, and adds retries, a check of disk space, and checksums.
 
-    Args:
-        spec: The checkpoint.
-        cache_dir: A cache in the layout of the Hub's client.
-        report: Receives a progress event about once a second, from several threads.
+    `cache_dir` has the layout of the Hub's client; `report` gets an event a second, from several threads.
     """
 
     def __init__(self, spec: CheckpointSpec, cache_dir: str, report: Report) -> None:
@@ -210,15 +208,7 @@ class Downloader:
         return paths[0].parents[names[0].count("/")]
 
     def check_disk_space(self, sizes: Mapping[str, int], commit: str) -> None:
-        """Refuse a download that does not fit on the disk, before it begins.
-
-        Args:
-            sizes: Files to download and their sizes in bytes; cached ones are not counted.
-            commit: The snapshot that they belong to.
-
-        Raises:
-            HubError: There is too little room.
-        """
+        """Refuse a download that does not fit on the disk, before it begins; files that are cached are not counted."""
         snapshot = self._repository / "snapshots" / commit
         needed = sum(size for name, size in sizes.items() if not (snapshot / name).exists())
         self._cache_dir.mkdir(parents=True, exist_ok=True)
@@ -251,11 +241,7 @@ class Downloader:
         return path
 
     def _repair(self, path: Path, name: str, commit: str) -> Path:
-        """Download a file again, unless another thread has.
-
-        Raises:
-            HubError: It is damaged again; nothing of it stays.
-        """
+        """Download a file again, unless another thread has; if it is damaged again, nothing of it stays."""
         with self._repair_lock:  # one at a time, because files with the same content share a blob
             if self._is_damaged(path, name):
                 remove_blob(path)

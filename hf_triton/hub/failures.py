@@ -12,24 +12,24 @@ from hf_triton.errors import CheckpointError, HfTritonError, HubError
 from hf_triton.hub.spec import CheckpointSpec
 
 FOLDER_HINT: Final = "a folder on disk begins with `/`, `./` or `../`"
-"""For users who meant a folder and wrote its name in the form of a Hub name."""
+"""A hint to users who meant a folder and wrote it as a Hub name."""
 NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
 NOT_WRITABLE: Final = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR)
 
 
-class Failure:
-    """A failed download and the chain of its causes.
+def causes_of(error: BaseException) -> list[BaseException]:
+    """An exception and the chain of its causes."""
+    causes = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
+        causes.append(cause)
+    return causes
 
-    Args:
-        error: The exception that the client raised.
-        has_token: Whether the client had an access token.
-    """
+
+class Failure:
+    """A failed download and the chain of its causes."""
 
     def __init__(self, error: BaseException, has_token: bool) -> None:
-        self.causes, cause = [error], error.__cause__ or error.__context__
-        while cause is not None:
-            self.causes.append(cause)
-            cause = cause.__cause__ or cause.__context__
+        self.causes = causes_of(error)
         self.has_token = has_token
         self.status = next((status for cause in self.causes if (status := status_of(cause))), None)
         self.errno = next((cause.errno for cause in self.causes if isinstance(cause, OSError) and cause.errno), None)
@@ -161,14 +161,7 @@ MEANINGS: Final = (
 def explain_download(
     error: BaseException, spec: CheckpointSpec, cache_dir: str, environment: Mapping[str, str]
 ) -> HfTritonError:
-    """Translate an exception of the Hub's client.
-
-    Args:
-        error: The exception; its causes are examined too.
-        spec: The checkpoint that was being downloaded.
-        cache_dir: The cache folder that was written to.
-        environment: Tells whether there was an access token, and the Hub's address.
-    """
+    """Translate an exception of the Hub's client, or a cause of it; the environment has token and address."""
     failure = Failure(error, has_token=bool(environment.get("HF_TOKEN")))
     ours = next((cause for cause in failure.causes if isinstance(cause, HfTritonError)), None)
     if ours is not None:
@@ -227,5 +220,5 @@ def one_line(text: str) -> str:
 
 
 def _is_a(error: BaseException, *names: str) -> bool:
-    """By name, because the client's HTTP library is httpx before huggingface_hub 2 and httpx2 since."""
+    """Compare classes by name: the client's HTTP library is httpx before huggingface_hub 2 and httpx2 since."""
     return any(kind.__name__ in names for kind in type(error).__mro__)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,8 +15,9 @@ SUFFIX: Final = ".gguf"
 BESIDE_MODELS: Final = re.compile("mmproj|imatrix", re.IGNORECASE)
 """Files of a vision tower, and statistics of a quantiser."""
 PART: Final = re.compile(r"-\d+-of-(\d+)\.gguf$", re.IGNORECASE)
-SAFETENSORS: Final = {"model.safetensors", "model.safetensors.index.json"}
-PICKLES: Final = {"pytorch_model.bin", "pytorch_model.bin.index.json"}
+SAFETENSORS: Final = ("model.safetensors.index.json", "model.safetensors")
+PICKLE: Final = ("pytorch_model.bin.index.json", "pytorch_model.bin")
+"""transformers' names: the index of a sharded checkpoint, and the file of one that is not sharded."""
 MAX_SHOWN: Final = 12
 
 
@@ -40,8 +42,8 @@ def choose_gguf(names: Iterable[str], wanted: str | None, *, allow_pickle: bool 
     names = {name for name in names if name.count("/") <= 1}
     files = sorted(name for name in names if name.endswith(SUFFIX) and not BESIDE_MODELS.search(name))
     if wanted is None:
-        others = SAFETENSORS | (PICKLES if allow_pickle else set())
-        chosen = [] if others & names or len(files) != 1 else files
+        others = (*SAFETENSORS, *(PICKLE if allow_pickle else ()))
+        chosen = [] if not names.isdisjoint(others) or len(files) != 1 else files
     elif wanted.endswith(SUFFIX) and wanted in names:
         chosen = [wanted]
     else:
@@ -60,6 +62,15 @@ def choose_gguf(names: Iterable[str], wanted: str | None, *, allow_pickle: bool 
             "checkpoint_incomplete", f"{fault} the name or quantisation {clip(wanted)}: set gguf_file {remedy}"
         )
     return next(iter(chosen), None)
+
+
+def require_package(file: str, name: str) -> None:
+    """Refuse to read a GGUF file of a model without the package gguf."""
+    if importlib.util.find_spec("gguf") is None:
+        raise CheckpointError(
+            "checkpoint_invalid",
+            f"{file} of {name} cannot be read without the package gguf: `pip install 'hf-triton[gguf]'`",
+        )
 
 
 def list_files(files: Iterable[str]) -> str:

@@ -43,12 +43,6 @@ WITHOUT_EFFECT: Final = re.compile(r"attention\.(value_length|causal)|rope\.(dim
 def apply_header(config: Any, header: GgufHeader, file: Path, name: str) -> None:
     """Complete a config, see above.
 
-    Args:
-        config: As transformers has made it; changed.
-        header: The file's.
-        file: The GGUF file.
-        name: The model's, for messages.
-
     Raises:
         CheckpointError: The header asks for what is not served, or contradicts itself.
     """
@@ -102,11 +96,7 @@ def _apply_attributes(config: Any, own: dict[str, Any], read: set[str], file_nam
 
 
 def _scaling(config: Any, header: GgufHeader, file: Path) -> dict[str, Any] | None:
-    """What a header says of positions, as transformers' `rope_parameters` without their base; None: nothing.
-
-    Raises:
-        ValueError: It is not served; the message says what.
-    """
+    """What a header says of positions, as transformers' `rope_parameters` without their base; None: nothing."""
     own, prefix = header.own, "rope.scaling."
     given = {key.removeprefix(prefix): value for key, value in own.items() if key.startswith(prefix)}
     if not given and "rope.scale_linear" not in own and not {LONG, SHORT, FREQUENCIES} & header.tensors.keys():
@@ -147,11 +137,7 @@ def _scaling(config: Any, header: GgufHeader, file: Path) -> dict[str, Any] | No
 
 
 def _factors(header: GgufHeader, file: Path, name: str) -> list[float]:
-    """The numbers of a tensor.
-
-    Raises:
-        ValueError: There is none, or it has others than float32 numbers.
-    """
+    """The numbers of a tensor, which must be float32 numbers."""
     tensor = header.tensors.get(name)
     if tensor is None or tensor.kind != F32 or math.prod(tensor.shape) > MAX_FACTORS:
         raise ValueError(f"the tensor {name} is missing, or has no float32 numbers")
@@ -162,11 +148,7 @@ def _factors(header: GgufHeader, file: Path, name: str) -> list[float]:
 
 
 def _llama3(config: Any, factors: list[float]) -> dict[str, Any] | None:
-    """The scaling of Llama 3.1 and later, if it is the one that divides frequencies so.
-
-    Raises:
-        ValueError: It is another.
-    """
+    """The scaling of Llama 3.1 and later; it must be the one that divides frequencies so."""
     import torch
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -184,11 +166,7 @@ def _llama3(config: Any, factors: list[float]) -> dict[str, Any] | None:
 
 
 def _scale(config: Any, scaling: dict[str, Any]) -> None:
-    """Put it into a config; of one that has several kinds of layers, into that of full attention.
-
-    Raises:
-        ValueError: The config has no place for it.
-    """
+    """Put it into a config that has a place for it; with several kinds of layers, into that of full attention."""
     parameters = getattr(config, "rope_parameters", None)
     if not isinstance(parameters, dict):
         raise ValueError(f"{type(config).__name__} has no place for {scaling['rope_type']}")
@@ -201,7 +179,7 @@ def _scale(config: Any, scaling: dict[str, Any]) -> None:
 
 
 def _merged(parameters: dict[str, Any], scaling: dict[str, Any]) -> dict[str, Any]:
-    """Of the same kind, what the header does not say stays; of another, its base alone."""
+    """Merge scaling into parameters, of which those of another kind keep their base alone."""
     if parameters.get("rope_type") == scaling["rope_type"]:
         return parameters | scaling
     kept = ("rope_theta", "partial_rotary_factor")

@@ -17,15 +17,16 @@ from typing import Any, Final, NamedTuple
 
 from hf_triton.errors import CheckpointError, clip
 from hf_triton.files import open_regular
+from hf_triton.hub.gguf import require_package
 
 BLOCK: Final = re.compile(r"blk\.(\d{1,9})\.")
 ARCHITECTURE: Final = "general.architecture"
 CHAT_TEMPLATE: Final = "tokenizer.chat_template"
 MAX_HEADER_BYTES: Final = 64 << 20
 MAX_TENSORS: Final = 100_000
-"""And as many keys."""
+"""The limit of tensors, and of keys."""
 MAX_ELEMENTS: Final = 1_500_000
-"""Of all arrays together; a vocabulary of 262,144 tokens has 800,000."""
+"""The limit for all arrays together; a vocabulary of 262,144 tokens has 800,000."""
 MAX_DIMENSIONS: Final = 4
 MAX_KEPT: Final = 4096
 """Numbers of an array that are kept: one for each layer, or for each section of positions."""
@@ -90,13 +91,13 @@ class GgufArray(NamedTuple):
 
 
 class GgufTensor(NamedTuple):
-    """Where a tensor lies."""
+    """A tensor's place in the file."""
 
     shape: tuple[int, ...]
-    """In the order of the file: the fastest dimension first."""
+    """Its sizes as in the file, the fastest dimension first."""
     kind: int
     offset: int
-    """In bytes, from where all data begin."""
+    """Bytes from where all data begin."""
 
 
 @dataclass
@@ -106,7 +107,7 @@ class GgufHeader:
     values: dict[str, Any] = field(default_factory=dict)
     """Keys and their values."""
     tensors: dict[str, GgufTensor] = field(default_factory=dict)
-    """By their names."""
+    """Its tensors, by name."""
     data_start: int = 0
     """The byte from which tensors count their offsets."""
 
@@ -130,22 +131,13 @@ class GgufHeader:
 def check_gguf(file: Path, name: str) -> GgufHeader:
     """Read a header within bounds.
 
-    Args:
-        file: The GGUF file.
-        name: The model's, for messages.
-
     Raises:
         CheckpointError: The package gguf is missing, or the file is another one, damaged, cut off or hostile.
     """
+    require_package(file.name, name)
     try:
-        import gguf  # noqa: F401
-    except ImportError:
-        raise CheckpointError(
-            "checkpoint_invalid",
-            f"{file.name} of {name} cannot be read without the package gguf: `pip install 'hf-triton[gguf]'`",
-        ) from None
-    try:
-        return _read_header(file)
+        with open_regular(file) as stream:
+            return _walk(stream.read(MAX_HEADER_BYTES), file.stat().st_size)
     except struct.error:
         fault = f"ends within its header, or has one of more than {MAX_HEADER_BYTES >> 20} MiB"
     except (OSError, ValueError) as error:
@@ -164,11 +156,6 @@ def is_whole_header(blob: bytes, file_size: int) -> bool:
     except ValueError:  # which `check_gguf` reports
         pass
     return True
-
-
-def _read_header(file: Path) -> GgufHeader:
-    with open_regular(file) as stream:
-        return _walk(stream.read(MAX_HEADER_BYTES), file.stat().st_size)
 
 
 def _walk(blob: bytes, file_size: int) -> GgufHeader:

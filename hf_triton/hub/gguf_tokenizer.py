@@ -66,16 +66,11 @@ WHOLE_WORDS: Final = (
 )
 """Vocabularies that take a word that they have whole, without its merges."""
 FIRST_TOKEN: Final = (*WHOLE_WORDS[:10], "chameleon")
-"""Those whose prompts begin with their first token, unless the header says otherwise."""
+"""Vocabularies whose prompts begin with their first token, unless the header says otherwise."""
 
 
 def mend_tokenizer(tokenizer: Any, header: GgufHeader, name: str) -> None:
     """Complete a tokenizer, see above; other vocabularies stay as they are.
-
-    Args:
-        tokenizer: As transformers has made it.
-        header: The file's.
-        name: The model's, for messages.
 
     Raises:
         CheckpointError: The header splits text in a way that is not known.
@@ -105,11 +100,7 @@ def _begin_with_space(state: dict[str, Any], *, is_added: bool) -> None:
 
 
 def _split(state: dict[str, Any], kind: str, name: str) -> None:
-    """Split text as the header says.
-
-    Raises:
-        CheckpointError: It is not known how.
-    """
+    """Split text as the header says, if it is known how."""
     if kind in SPLITS:
         patterns = [{"Regex": pattern} for pattern in SPLITS[kind]]
         steps = [{"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False} for pattern in patterns]

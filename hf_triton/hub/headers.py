@@ -3,35 +3,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import struct
 from pathlib import Path
 from typing import Final
 
-from hf_triton.errors import CheckpointError
-from hf_triton.hub.gguf import SUFFIX
+from hf_triton.hub.gguf import SUFFIX, require_package
 from hf_triton.hub.gguf_header import is_whole_header
 
 MAX_HEADER_BYTES: Final = 100_000_000
-"""Of a safetensors file, as the format has it."""
+"""The limit of safetensors' format."""
 GGUF_STEP_BYTES: Final = 4 << 20
 """A GGUF file does not say how long its header is: it is read in such steps."""
 
 
 def write_header(repo: str, name: str, commit: str, size: int, folder: Path) -> None:
-    """Write the header of a repository's file of weights; of a pickle, which has none, nothing.
-
-    Args:
-        repo: The repository.
-        name: The file.
-        commit: A revision of it.
-        size: Of the file, in bytes.
-        folder: Gets the file.
-
-    Raises:
-        CheckpointError: The package gguf is missing.
-        Exception: Of the Hub's client.
-    """
+    """Write the header of a repository's file of weights of `size` bytes; of a pickle, which has none, nothing."""
     if name.endswith(".safetensors"):
         header = _read(repo, name, commit, 0, 8)
         length = struct.unpack("<Q", header)[0] if len(header) == 8 else 0
@@ -49,11 +35,7 @@ def write_header(repo: str, name: str, commit: str, size: int, folder: Path) -> 
 
 
 def _read_gguf(repo: str, name: str, commit: str, size: int) -> bytes:
-    if importlib.util.find_spec("gguf") is None:
-        raise CheckpointError(
-            "checkpoint_invalid",
-            f"{name} of {repo} cannot be read without the package gguf: `pip install 'hf-triton[gguf]'`",
-        )
+    require_package(name, repo)
     header = b""
     while piece := _read(repo, name, commit, len(header), min(size, len(header) + GGUF_STEP_BYTES)):
         header += piece

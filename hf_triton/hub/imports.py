@@ -37,10 +37,6 @@ def import_transformers(sources: Iterable[Path], settings: ModelSettings) -> Non
     """Import transformers without garbage collection and without what nothing asks for.
 
     Does nothing if transformers is imported: the folder's own code may have done so.
-
-    Args:
-        sources: The folders of the model, of its checkpoint and of its tokenizer.
-        settings: The folder's.
     """
     if "transformers" in sys.modules:
         return

@@ -77,11 +77,7 @@ def kernel_cache(environment: Mapping[str, str]) -> Path:
 
 
 def read_lock(cache: Path) -> dict[str, str]:
-    """The commits of kernels by their repositories; none without a file.
-
-    Raises:
-        CheckpointError: The file is damaged.
-    """
+    """The commits of kernels by their repositories; none without a file."""
     try:
         lock: Any = read_json(cache / LOCK)
         if isinstance(lock, dict) and all(
@@ -129,12 +125,7 @@ def fitting_builds(names: Collection[str]) -> list[str]:
 
 
 def describe_lack(method: str, name: str) -> str | None:
-    """What keeps a method's kernels from being used, and the remedy; None: nothing.
-
-    Args:
-        method: Of quantisation.
-        name: The model's.
-    """
+    """What keeps a method's kernels from being used, and the remedy; None: nothing."""
     from transformers.utils.import_utils import KERNELS_MAX_VERSION, KERNELS_MIN_VERSION, is_kernels_available
 
     pull = f"`hf-triton pull --kernels {name}`"

@@ -31,7 +31,7 @@ TASKS_BY_TABLE: Final[Mapping[str, str]] = {
 }
 """The task of a table of transformers' models; the first that has a class decides."""
 TASKS_BY_KIND: Final[Mapping[str, str]] = {CROSS_ENCODER: "rerank", SPARSE_ENCODER: "sparse-embeddings"}
-"""By `model_type` of sentence-transformers."""
+"""The task of a `model_type` of sentence-transformers."""
 UNSPECIFIC: Final = {"BASE", "PRETRAINING", "TEXT_ENCODING"}
 """Tables of models without a head for a task."""
 TASKS_BY_ENDING: Final[Mapping[str, str]] = {
@@ -45,7 +45,7 @@ TASKS_BY_ENDING: Final[Mapping[str, str]] = {
     "ForMaskedLM": "fill-mask",
     "Model": "embeddings",
 }
-"""By the end of an architecture's name, of classes that transformers does not have: a repository's own, or old ones."""
+"""The task by the end of a class's name that transformers does not have: a repository's own, or an old one."""
 
 
 ORIGINAL: Final = r"^consolidated[-.\w]*\.(safetensors|pth)$"
@@ -54,19 +54,14 @@ GENERATING_CLASSES: Final = {"AutoModelForCausalLM", "AutoModelForSeq2SeqLM"}
 
 
 def describe_other_kind(folder: Path, names: Collection[str]) -> str | None:
-    """What a folder or repository is, and what to do instead, as the end of a sentence; None if it is nothing known.
-
-    Args:
-        folder: Holds its small files.
-        names: All of its files, here or on the Hub.
-    """
+    """What a folder or repository is, and what to do instead, as the end of a sentence; None if it is nothing known."""
     if MODULES in names:
         from hf_triton.hub.sentence_files import refusal
 
         if reason := refusal(folder):
             return reason
     if "adapter_config.json" in names:
-        base = _read_object(folder / "adapter_config.json").get("base_model_name_or_path")
+        base = read_object(folder / "adapter_config.json").get("base_model_name_or_path")
         of = f" of {clip(base)}" if base and isinstance(base, str) else ""
         return (
             f"is an adapter{of}, not a whole model: set huggingface_model to its base model, and name the adapter in "
@@ -102,10 +97,10 @@ def find_task(folder: Path) -> str | None:
 
 def find_tasks(folder: Path) -> list[str]:
     """All that a checkpoint's files say that it does; the first one is served unless a folder says otherwise."""
-    config = _read_object(folder / "config.json")
+    config = read_object(folder / "config.json")
     tasks = _tasks_of_architectures(config)
     if (folder / MODULES).exists() and "text-classification" not in tasks:
-        kind = str(_read_object(folder / GENERAL).get("model_type"))
+        kind = str(read_object(folder / GENERAL).get("model_type"))
         kind = SPARSE_ENCODER if "SpladePooling" in _module_kinds(folder) else kind
         tasks = [TASKS_BY_KIND.get(kind, "embeddings"), *tasks]
     if "text-classification" in tasks and _num_labels(config) == 1:
@@ -118,12 +113,12 @@ def find_way(folder: Path) -> Literal["generative", "pooled", "lexical", "image"
 
     `image` stands for vectors of texts and images in one space.
     """
-    config = _read_object(folder / "config.json")
+    config = read_object(folder / "config.json")
     if any(IMAGES_AND_TEXTS in tables_of_class(name) for name in _architectures(config)):
         return "image"
     if _tasks_of_architectures(config)[:1] == ["text-generation"]:
         return "generative"
-    kind = _read_object(folder / GENERAL).get("model_type")
+    kind = read_object(folder / GENERAL).get("model_type")
     is_pooled = kind == CROSS_ENCODER and "Pooling" in _module_kinds(folder)
     return "pooled" if is_pooled else "lexical" if sparse_linear_file(folder) else None
 
@@ -181,7 +176,7 @@ def _num_labels(config: dict[str, Any]) -> int:
     return number if isinstance(number, int) else 0
 
 
-def _read_object(file: Path) -> dict[str, Any]:
+def read_object(file: Path) -> dict[str, Any]:
     """A file's JSON object; empty if it has none, which loading reports."""
     try:
         value = read_json(file)

@@ -10,8 +10,9 @@ from textwrap import shorten
 from typing import Any, Final
 
 from hf_triton.errors import CheckpointError, clip
-from hf_triton.files import read_json
+from hf_triton.hub.failures import causes_of
 from hf_triton.hub.gguf import SUFFIX
+from hf_triton.hub.kind import read_object
 
 NEEDS_GPTQMODEL: Final = "requires (gptqmodel|optimum)(?![\\w-])|GPU is required to quantize or run quantize model"
 """What transformers says of GPTQ and AWQ without these packages; the last is GPTQ on a CPU, which gptqmodel runs on."""
@@ -19,7 +20,7 @@ NEEDS_GPU: Final = "(requires a|No) GPU|A GPU is needed|only supported on GPUs"
 REMOVE_SETTING: Final = ", or leave out the setting that asks for it"
 NEEDS_PACKAGE: Final = r"pip install (?:-U |--upgrade )?[`'\"]?([\w.-]*\w)|pypi\.org/project/([\w.-]*\w)"
 QUANTIZED_PACKAGES: Final = ("bitsandbytes", "compressed-tensors", "compressed_tensors", "torchao")
-"""Those of the extra `quantized`."""
+"""What the extra `quantized` installs."""
 OUT_OF_MEMORY: Final = "out of memory|can't allocate memory|cannot allocate memory"
 DAMAGED: Final = (
     "not a valid JSON|Unable to (load|open) (weights|file)|PytorchStreamReader|unpickl|"
@@ -39,12 +40,7 @@ def explain_load(
 ) -> CheckpointError:
     """Translate an exception of transformers.
 
-    Args:
-        error: The exception.
-        part: The part of the checkpoint that cannot be loaded: `the tokenizer`, `config.json`.
-        name: The model's name, as in the settings.
-        has_quantization_setting: Whether the setting quantization_config may be the cause.
-        folder: The checkpoint, whose configs may have the entry that is wrong.
+    `part` is what cannot be loaded (`the tokenizer`, `config.json`); configs of `folder` may have the wrong entry.
     """
     message = " ".join(str(error).split())
     short = shorten(message, 300, placeholder=" ...")
@@ -144,10 +140,7 @@ def _remedy(error: Exception, message: str, part: str, folder: Path | None) -> s
                 "the other folders on this GPU"
             )
         return "use a smaller dtype, quantization_config, or a machine with more memory"
-    causes: list[BaseException] = [error]
-    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
-        causes.append(cause)
-    is_damaged = any(type(cause).__name__ in DAMAGED_TYPES for cause in causes) or re.search(DAMAGED, message)
+    is_damaged = any(type(cause).__name__ in DAMAGED_TYPES for cause in causes_of(error)) or re.search(DAMAGED, message)
     if is_damaged or "tiktoken" in message:
         return "fetch the checkpoint again, or choose another revision"
     if part.endswith(SUFFIX):
@@ -155,7 +148,7 @@ def _remedy(error: Exception, message: str, part: str, folder: Path | None) -> s
     file = next((own for start, own in CONFIGS.items() if part.startswith(start)), "config.json")
     if "Should have a `model_type`" in message:
         return f"add model_type to {file}, or choose a model in the form of transformers"
-    entries = list(_entries(_read(folder / file))) if folder else []
+    entries = list(_entries(read_object(folder / file))) if folder else []
     names = {other for words, other in OTHER_NAMES.items() if words in message}
     names |= {match for pair in re.findall(r"`(\w+)`|'(\w+)'", message) for match in pair if match}
     wrong = [path for path, _ in entries if path in names]
@@ -177,10 +170,3 @@ def _entries(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield f"{prefix}{name}", value
     for name, value in config.items():
         yield from _entries(value, f"{prefix}{name}.")
-
-
-def _read(file: Path) -> Any:
-    try:
-        return read_json(file)
-    except (OSError, ValueError, RecursionError):
-        return None

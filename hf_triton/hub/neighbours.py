@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which part of a GPU's memory an instance may take, by the folders of its model repository that place instances there.
+"""Shares a GPU's memory among the instances that the folders of a model repository place there.
 
 Counts instances and reads no checkpoint: a GPU is shared equally, whatever the sizes of the models. Whether a folder is
 loaded is not known either, so each counts; one whose config.pbtxt cannot be read counts as one instance.
@@ -18,7 +18,7 @@ from hf_triton.runner.gpu_memory import WHOLE_GPU, GpuPart
 CONFIG = "config.pbtxt"
 FRACTION = "gpu_memory_fraction"
 DOOR_SUFFIX = "_stream"
-"""Of a stream door's name, unless its setting `stream_of` says whose it is."""
+"""The end of a stream door's name, unless its setting `stream_of` says whose it is."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class _Folder:
     fraction: float | None = None
     """Its setting `gpu_memory_fraction`, of each instance."""
     num_versions: int = 1
-    """Those that Triton loads at a time; each has all instances."""
+    """How many Triton loads at a time; each has all instances."""
 
     def num_instances(self, gpu: int) -> int:
-        """Of its instances, those on a GPU."""
+        """How many of its instances are on a GPU."""
         return self.num_versions * sum(group.count for group in self.groups if group.is_on(gpu))
 
 

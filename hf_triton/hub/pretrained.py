@@ -20,15 +20,15 @@ from typing import Any, Final
 
 from hf_triton.errors import CheckpointError, LoadError, clip
 from hf_triton.files import read_json
-from hf_triton.hub.blocks import BLOCK, check_scales, whole_blocks
 from hf_triton.hub.gguf import find_gguf
 from hf_triton.hub.gguf_config import apply_header
 from hf_triton.hub.gguf_header import check_gguf
 from hf_triton.hub.gguf_tokenizer import mend_tokenizer
 from hf_triton.hub.imports import hidden
 from hf_triton.hub.kernels import CAPABILITIES, describe_lack, use_pulled
-from hf_triton.hub.kind import find_tasks
+from hf_triton.hub.kind import find_tasks, read_object
 from hf_triton.hub.load_failures import explain_load
+from hf_triton.hub.scales import BLOCK, check_scales, whole_blocks
 from hf_triton.hub.sentence_names import SPARSE_LINEAR
 from hf_triton.hub.sizes import check_sizes
 from hf_triton.hub.weights import check_finite, check_weights
@@ -42,7 +42,7 @@ CHAT_TEMPLATE: Final = "chat_template.json"
 GPU_PACKAGES: Final = "fla", "causal_conv1d", "mamba_ssm"
 """Kernels for hybrid and state-space models."""
 MAX_SIDE: Final = 8192
-"""Of pictures as models see them."""
+"""The most pixels of a side that a model is given."""
 MAX_COUNT: Final = 1_000_000
 COUNTED: Final = re.compile("layer|label|expert|block|depth|stage")
 """Parts of names of numbers in configs, for each of which transformers makes a list that long."""
@@ -57,13 +57,7 @@ READ_IMAGES: Final = (IMAGE_CLASSIFIER, IMAGES_AND_TEXTS)
 
 @contextlib.contextmanager
 def loading(part: str, settings: ModelSettings, folder: Path | None = None) -> Iterator[None]:
-    """Turn an exception inside the block into a `CheckpointError` whose sentence names `part`.
-
-    Args:
-        part: As `explain_load` has it.
-        settings: The model's.
-        folder: The checkpoint, whose files may show what is wrong.
-    """
+    """Turn an exception in the block into a `CheckpointError` of `part`, see `explain_load`; `folder` may show why."""
     try:
         yield
     except LoadError:
@@ -111,14 +105,13 @@ def load_config(folder: Path, settings: ModelSettings) -> Any:
 
 def _check_counts(folder: Path, settings: ModelSettings) -> None:
     """Refuse numbers of layers and labels that no model has: transformers makes lists of them before it sees any."""
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        for name, number in _counts(read_json(folder / "config.json")):
-            if number > MAX_COUNT:
-                raise CheckpointError(
-                    "checkpoint_invalid",
-                    f"config.json of {settings.huggingface_model} has {name[:80]} {clip(number)}, more than the "
-                    f"{MAX_COUNT} that are read: correct it, or choose another revision",
-                )
+    for name, number in _counts(read_object(folder / "config.json")):
+        if number > MAX_COUNT:
+            raise CheckpointError(
+                "checkpoint_invalid",
+                f"config.json of {settings.huggingface_model} has {name[:80]} {clip(number)}, more than "
+                f"the {MAX_COUNT} that are read: correct it, or choose another revision",
+            )
 
 
 def _counts(value: Any, name: str = "") -> Iterator[tuple[str, int]]:
@@ -212,14 +205,8 @@ def load_model(
 ) -> Any:
     """Load the model onto its device; with random weights if the settings say `load_format: dummy`.
 
-    A model that is not computed with has no weights: it is on torch's device `meta`.
-
-    Args:
-        folder: The checkpoint.
-        config: Its config.
-        settings: dtype, attention, quantization, and what is allowed.
-        device_map: As transformers takes it.
-        auto_class_name: The class of transformers for the task of an encoder; None for text generation.
+    A model that is not computed with has no weights: it is on torch's device `meta`. `auto_class_name` is transformers'
+    class for the task of an encoder; None for text generation.
 
     Raises:
         CheckpointError: The model does not do the task, or its weights cannot be loaded or do not match its config.
@@ -292,20 +279,10 @@ def stored_quantization(config: Any) -> dict[str, Any]:
 
 
 def undo_without_kernels(config: Any, settings: ModelSettings, *, is_on_cpu: bool = False) -> str | None:
-    """Have a checkpoint's quantisation undone at load, if this machine has not what computes it.
+    """Have a checkpoint's quantisation undone at load, if this machine has not what computes it; returns why.
 
-    transformers does so without a GPU; with one it fetches kernels of the Hub, at the first request.
-
-    Args:
-        config: The model's, which then says so.
-        settings: The model's.
-        is_on_cpu: Whether the model is placed there, beside a GPU.
-
-    Returns:
-        Why it is undone; None: it is not, or transformers knows itself.
-
-    Raises:
-        CheckpointError: The setting asks for a quantisation that this machine cannot compute.
+    transformers does so without a GPU; with one it fetches kernels of the Hub, at the first request. The config then
+    says so; None: it is not undone, or transformers knows itself.
     """
     import torch
 
@@ -338,12 +315,7 @@ def _rows_of_experts(config: Any) -> int | None:
 def check_quantization(config: Any, settings: ModelSettings) -> tuple[str, bool, str | None] | None:
     """Check without weights that transformers can load what is, or is to be, quantised.
 
-    Returns:
-        The method of quantisation, whether it is undone at load, and why, if it is for want of kernels; None if there
-        is none.
-
-    Raises:
-        CheckpointError: A package or a GPU is missing, or the setting is wrong.
+    Returns the method, whether it is undone at load, and why, if it is for want of kernels; None if there is none.
     """
     if not settings.quantization_config and not is_quantized(config):
         return None
@@ -366,11 +338,7 @@ def check_quantization(config: Any, settings: ModelSettings) -> tuple[str, bool,
 
 
 def check_attention(auto_class: Any, config: Any, settings: ModelSettings) -> None:
-    """Check without weights that the model has the attention implementation of the setting.
-
-    Raises:
-        CheckpointError: A package is missing, or the model does not support it.
-    """
+    """Check without weights that the model has the attention implementation of the setting."""
     if settings.attn_implementation == "auto" or type(config) not in auto_class._model_mapping:
         return
     import torch
@@ -425,11 +393,7 @@ def computes_fp8() -> bool:
 
 
 def model_class(folder: Path, config: Any, settings: ModelSettings, auto_class_name: str | None = None) -> Any:
-    """The auto class of transformers that loads the model. Arguments as `load_model` has them.
-
-    Raises:
-        CheckpointError: The model does not do the task.
-    """
+    """The auto class of transformers that loads the model. Arguments as `load_model` has them."""
     is_gguf = gguf_of(folder, settings) is not None
     if auto_class_name is not None:
         if is_gguf:
@@ -444,11 +408,7 @@ def model_class(folder: Path, config: Any, settings: ModelSettings, auto_class_n
 
 
 def check_known(auto_class: Any, config: Any, settings: ModelSettings) -> None:
-    """Check that transformers, or the repository's own code, has the model.
-
-    Raises:
-        CheckpointError: It has not.
-    """
+    """Refuse a model that neither transformers nor the repository's own code has."""
     if type(config) not in auto_class._model_mapping and not settings.trust_remote_code:
         raise CheckpointError(
             "unsupported_model",
@@ -489,11 +449,7 @@ def architecture_names(config: Any) -> str:
 
 
 def _encoder_class(name: str, settings: ModelSettings, config: Any) -> Any:
-    """The auto class of a task of an encoder.
-
-    Raises:
-        CheckpointError: The checkpoint has no trained head for it.
-    """
+    """The auto class of a task of an encoder; the checkpoint must have a trained head for it."""
     import transformers
 
     if name == "AutoModel":
@@ -520,11 +476,7 @@ def _encoder_class(name: str, settings: ModelSettings, config: Any) -> Any:
 
 
 def _text_encoder(settings: ModelSettings, config: Any) -> Any:
-    """The auto class of a model without its head; of T5 and its like, the encoder alone.
-
-    Raises:
-        CheckpointError: It is an encoder-decoder whose encoder has no class of its own.
-    """
+    """The auto class of a model without its head; of T5 and its like, the encoder alone."""
     from transformers import AutoModel, AutoModelForTextEncoding
 
     if type(config) in AutoModelForTextEncoding._model_mapping:
@@ -539,11 +491,7 @@ def _text_encoder(settings: ModelSettings, config: Any) -> Any:
 
 
 def _check_reads_text(auto_class: Any, settings: ModelSettings, config: Any) -> Any:
-    """The class; refuses an encoder-decoder whose encoder reads images or sound, as an image captioner's does.
-
-    Raises:
-        CheckpointError: It is one.
-    """
+    """The class; refuses an encoder-decoder whose encoder reads images or sound, as an image captioner's does."""
     kind = auto_class._model_mapping.get(type(config), None)
     reads = getattr(kind, "main_input_name", "input_ids")
     if config.is_encoder_decoder and reads != "input_ids":

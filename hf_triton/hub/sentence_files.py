@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads what sentence-transformers writes beside a checkpoint: its own config, modules.json, and the modules' configs.
 
-Every option is followed, has no effect on what is served, or is refused by its name. Imports no torch.
+Every option is followed, has no effect on what is served, or is refused by its name: each `load_*` raises a
+CheckpointError for that, and for a file that is malformed or missing. Imports no torch.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Options:
     followed: frozenset[str]
     without_effect: frozenset[str] = frozenset()
     refused: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
-    """With the values, beside null, that ask for nothing."""
+    """The values of each, beside null, that ask for nothing."""
 
 
 def _options(followed: str = "", without_effect: str = "", **refused: tuple[object, ...]) -> Options:
@@ -77,7 +78,7 @@ OPTIONS: Final[Mapping[str, Options]] = {
     ),
     "LogitScore": _options("true_token_id false_token_id", module_input_name=("causal_logits",)),
 }
-"""Of GENERAL, and of each module that is served, by the last part of its type."""
+"""The options of GENERAL, and of each module that is served, by the last part of its type."""
 SERVED: Final = tuple(name for name in OPTIONS if name != GENERAL)
 TASKS: Final[Mapping[str, tuple[str, str]]] = {
     "feature-extraction": ("last_hidden_state", "token_embeddings"),
@@ -85,7 +86,7 @@ TASKS: Final[Mapping[str, tuple[str, str]]] = {
     "text-generation": ("logits", "causal_logits"),
     "fill-mask": ("logits", "token_embeddings"),
 }
-"""By `transformer_task`: the output of the model that is used, and what sentence-transformers calls it."""
+"""The output of the model that a `transformer_task` uses, and what sentence-transformers calls it."""
 
 
 @dataclass(frozen=True)
@@ -95,13 +96,13 @@ class GeneralConfig:
     kind: str | None = None
     """`SentenceTransformer`, `CrossEncoder`, ...; None in older files, of SentenceTransformer alone."""
     prompts: Mapping[str, str] = field(default_factory=dict)
-    """By name, what stands before a text."""
+    """What stands before a text, by name."""
     default_prompt: str | None = None
     """Name of the prompt for requests that name none."""
     dimensions: int | None = None
-    """To how many dimensions a vector is cut if a request says nothing."""
+    """How many dimensions a vector is cut to if a request says nothing."""
     activation: str | None = None
-    """Of a cross-encoder: the class that makes scores of logits."""
+    """The class by which a cross-encoder makes scores of logits."""
     max_active_dims: int | None = None
     """How many numbers of a sparse vector are kept at most if a request says nothing."""
 
@@ -131,11 +132,7 @@ def reading(files: str = f"{MODULES} and the configs that it names") -> Iterator
 
 @reading(GENERAL)
 def load_general_config(folder: Path) -> GeneralConfig:
-    """Read config_sentence_transformers.json.
-
-    Raises:
-        CheckpointError: It is malformed, asks for what is not served, or is of a model of another kind.
-    """
+    """Read config_sentence_transformers.json."""
     config = read_if_there(folder / GENERAL)
     kind = config.get("model_type")
     if kind in OTHER_KINDS:
@@ -157,11 +154,7 @@ def load_general_config(folder: Path) -> GeneralConfig:
 
 
 def load_module_list(folder: Path) -> list[tuple[str, str]]:
-    """Kind and folder of each module of modules.json; `SERVED` has the kinds.
-
-    Raises:
-        CheckpointError: The file is malformed, or a module is not served.
-    """
+    """Kind and folder of each module of modules.json; `SERVED` has the kinds."""
     modules = [(_kind(entry), _path(entry)) for entry in read(folder / MODULES, list)]
     kinds = [kind for kind, _ in modules]
     if kinds[:1] != ["Transformer"] or kinds.count("Transformer") > 1:
@@ -172,15 +165,7 @@ def load_module_list(folder: Path) -> list[tuple[str, str]]:
 
 
 def load_transformer_config(folder: Path, default_task: str = "feature-extraction") -> TransformerConfig:
-    """Read sentence_bert_config.json, by that name or one with another architecture's.
-
-    Args:
-        folder: The checkpoint.
-        default_task: Its task if the file says none.
-
-    Raises:
-        CheckpointError: It is malformed, or asks for what is not served.
-    """
+    """Read sentence_bert_config.json, by that name or one with another architecture's."""
     file = next(iter(sorted(folder.glob("sentence_*_config.json"))), folder / "sentence_bert_config.json")
     config = read_if_there(file)
     for name in (*FORMER_NAMES, *FORMER_NAMES.values()):
@@ -209,15 +194,7 @@ def load_transformer_config(folder: Path, default_task: str = "feature-extractio
 
 
 def load_cross_encoder(folder: Path, task: str) -> TransformerConfig | None:
-    """Read the Transformer's config of a cross-encoder that has a modules.json; None if there is none.
-
-    Args:
-        folder: The checkpoint.
-        task: What its model does, of TASKS.
-
-    Raises:
-        CheckpointError: A file is malformed or asks for what is not served, or the model does something else.
-    """
+    """Read the Transformer's config of a cross-encoder for a task; None if there is no modules.json."""
     if not (folder / MODULES).exists():
         return None
     with reading():
@@ -237,9 +214,6 @@ def check_options(kind: str, config: Mapping[str, Any], where: str | None = None
         kind: A key of OPTIONS.
         config: The config.
         where: Where it stands, for the message; None: `kind`.
-
-    Raises:
-        CheckpointError: An option asks for what is not served.
     """
     for name, neutral in OPTIONS[kind].refused.items():
         value = config.get(name)
@@ -248,11 +222,7 @@ def check_options(kind: str, config: Mapping[str, Any], where: str | None = None
 
 
 def _kind(entry: Mapping[str, Any]) -> str:
-    """The last part of a module's type; of one that is not sentence-transformers' own, the whole.
-
-    Raises:
-        CheckpointError: The module is not served.
-    """
+    """The last part of a module's type; of one that is not sentence-transformers' own, the whole. It must be served."""
     name = str(entry["type"])
     kind = name.rpartition(".")[2] if name.startswith("sentence_transformers.") else name
     kind = FORMER_KINDS.get(kind, kind)
@@ -283,11 +253,7 @@ def read_if_there(file: Path) -> dict[str, Any]:
 
 
 def read(file: Path, kind: type[Any]) -> Any:
-    """A JSON file's object or array.
-
-    Raises:
-        CheckpointError: There is no file, or it holds something else.
-    """
+    """A JSON file's object or array, which must be there."""
     try:
         value = read_json(file)
     except FileNotFoundError:

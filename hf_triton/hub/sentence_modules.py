@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How modules of sentence-transformers make a vector of the vectors of a text's tokens; the weights are the task's.
 
-Imports no torch.
+Each `load_*` raises a CheckpointError for a file that is missing or malformed, or asks for what is not served. Imports
+no torch.
 """
 
 from __future__ import annotations
@@ -39,17 +40,17 @@ POOLING_FLAGS: Final[dict[str, PoolingMode]] = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-"""In the order in which sentence-transformers joins the vectors of several."""
+"""The order is that in which sentence-transformers joins the vectors of several."""
 POOLING_MODES: Final[dict[str, PoolingMode]] = {
     "mean_sqrt_len_tokens": "mean_sqrt_len",
     **{mode: mode for mode in POOLING_FLAGS.values()},
 }
-"""By the names of `pooling_mode`, which newer versions write."""
+"""Names of `pooling_mode`, which newer versions write."""
 WITH_WEIGHTS: Final = ("Dense", "LayerNorm")
 MAX_SIZE: Final = 1_000_000
-"""Of a vector; a layer gets its memory before its weights are read."""
+"""The limit of a vector: a layer gets its memory before its weights are read."""
 WEIGHTS: Final = ("model.safetensors", "pytorch_model.bin")
-"""Beside a model that weighs a text's own tokens; the first that is there is read."""
+"""A module's files of weights; the first that is there is read."""
 SPLADE_OPTIONS: Final = {"pooling_strategy": ("max", "sum"), "activation_function": ("relu", "log1p_relu")}
 """Values of SpladePooling's options, the default first."""
 
@@ -89,11 +90,11 @@ class SentenceModules:
     includes_prompt: bool = True
     """Whether the tokens of a prompt are pooled, too."""
     prompts: Mapping[str, str] = field(default_factory=dict)
-    """By name, what stands before a text."""
+    """What stands before a text, by name."""
     default_prompt: str | None = None
     """Name of the prompt for requests that name none."""
     dimensions: int | None = None
-    """To how many dimensions a vector is cut if a request says nothing."""
+    """How many dimensions a vector is cut to if a request says nothing."""
     max_length: int | None = None
     """The most tokens of a text."""
     lowercases: bool = False
@@ -106,9 +107,6 @@ def load_sentence_modules(folder: Path, kind: str | None = None) -> SentenceModu
     Args:
         folder: The checkpoint.
         kind: `CrossEncoder` for modules whose last Dense makes a score; None for those that make a vector.
-
-    Raises:
-        CheckpointError: A file is missing or malformed, or asks for what is not served.
     """
     if not (folder / MODULES).exists():
         return None
@@ -168,11 +166,7 @@ class LogitScore:
 
 
 def load_logit_score(folder: Path) -> LogitScore | None:
-    """Read the modules of a reranker that generates; None if the checkpoint has no modules.json.
-
-    Raises:
-        CheckpointError: A file is missing or malformed, or asks for what is not served.
-    """
+    """Read the modules of a reranker that generates; None if the checkpoint has no modules.json."""
     transformer = load_cross_encoder(folder, "text-generation")
     if transformer is None:
         return None
@@ -195,17 +189,13 @@ class SparseModules:
     general: GeneralConfig = field(default_factory=GeneralConfig)
     transformer: TransformerConfig = field(default_factory=TransformerConfig)
     pooling: Literal["max", "sum"] = "max"
-    """Over a text's tokens."""
+    """How the numbers of a text's tokens become one."""
     activation: Literal["relu", "log1p_relu"] = "relu"
     """What stands before the logarithm of 1 and the number."""
 
 
 def load_sparse_modules(folder: Path) -> SparseModules:
-    """Read what sentence-transformers says of a checkpoint that makes sparse vectors, if it says anything.
-
-    Raises:
-        CheckpointError: A file is missing or malformed, or asks for what is not served.
-    """
+    """Read what sentence-transformers says of a checkpoint that makes sparse vectors, if it says anything."""
     if not (folder / MODULES).exists():
         return SparseModules()
     with reading():

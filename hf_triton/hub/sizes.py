@@ -53,11 +53,7 @@ class _TooManyParametersError(Exception):
 
 
 def read_stored(folder: Path, settings: ModelSettings) -> Stored | None:
-    """What the files of a checkpoint hold, by their headers; None: there are none.
-
-    Raises:
-        CheckpointError: One is damaged.
-    """
+    """What the files of a checkpoint hold, by their headers; None: there are none."""
     if gguf := find_gguf(folder, settings.gguf_file, allow_pickle=settings.allow_pickle):
         header = check_gguf(folder / gguf, settings.huggingface_model)
         return Stored(len(header.tensors), header.num_elements)
@@ -99,19 +95,7 @@ def read_safetensors_header(file: Path) -> dict[str, Any]:
 
 
 def build_on_meta(auto_class: Any, config: Any, stored: Stored | None, name: str, **arguments: Any) -> Any:
-    """A model on torch's device `meta`.
-
-    Args:
-        auto_class: The class of transformers that builds it.
-        config: Its config, which is copied.
-        stored: What its files hold; None: they are not known.
-        name: The model's, for messages.
-        **arguments: Of `from_config`.
-
-    Raises:
-        CheckpointError: It has more tensors than its files could fill.
-        Exception: Of the model's code.
-    """
+    """A model of a copy of its config on torch's device `meta`, with no more tensors than its files could fill."""
     import torch
 
     limit = (stored or Stored(100_000, 0)).max_parameters()
@@ -149,17 +133,7 @@ def _at_most(limit: int) -> Iterator[None]:
 
 
 def check_sizes(auto_class: Any, folder: Path, config: Any, settings: ModelSettings) -> None:
-    """Refuse a config whose model is more than twice what its files hold.
-
-    Args:
-        auto_class: The class of transformers that loads the model.
-        folder: The checkpoint.
-        config: Its config.
-        settings: The model's name and files.
-
-    Raises:
-        CheckpointError: It is.
-    """
+    """Refuse a config whose model is more than twice what its files hold."""
     try:
         stored = read_stored(folder, settings)
     except CheckpointError:  # of a damaged file, which the load reports

@@ -12,14 +12,11 @@ from typing import Any, Final
 
 from hf_triton.errors import CheckpointError, clip
 from hf_triton.files import MAX_TEXT_BYTES, describe_irregular, open_regular, read_json, read_text
-from hf_triton.hub.gguf import find_gguf
-from hf_triton.hub.kind import find_task, find_way
+from hf_triton.hub.gguf import PICKLE, SAFETENSORS, find_gguf
+from hf_triton.hub.kind import find_task, find_way, read_object
 from hf_triton.hub.sentence_names import files_of_modules
 from hf_triton.hub.spec import CheckpointSpec
 
-SAFETENSORS: Final = ("model.safetensors.index.json", "model.safetensors")
-PICKLE: Final = ("pytorch_model.bin.index.json", "pytorch_model.bin")
-"""transformers' names: the index of a sharded checkpoint, and the file of one that is not sharded."""
 UNSAFE: Final = "weights_not_safe"
 TOKENIZER_FILES: Final = (
     "tokenizer.json",
@@ -36,7 +33,7 @@ TOKENIZER_FILES: Final = (
     "tekken.json",
 )
 PROCESSOR_FILES: Final = ("preprocessor_config.json", "processor_config.json")
-"""Those of an image processor."""
+"""What an image processor is read from."""
 HASH_CHUNK_BYTES: Final = 1 << 20
 CHECKSUM: Final = re.compile("[0-9a-f]{64}|[0-9a-f]{40}")
 UNCHECKED: Final = ".unchecked"
@@ -90,10 +87,7 @@ def check_weights_named(folder: Path) -> None:
     Raises:
         CheckpointError: The config names a file of weights, or there is an adapter beside the model.
     """
-    try:
-        named = read_json(folder / "config.json").get("transformers_weights")
-    except (OSError, ValueError, AttributeError, RecursionError):  # which loading reports
-        named = None
+    named = read_object(folder / "config.json").get("transformers_weights")
     if named not in (None, *SAFETENSORS):
         raise CheckpointError(
             UNSAFE,
@@ -142,11 +136,8 @@ def missing_code(folder: Path) -> list[str]:
 
 def _modules(config: Path) -> Iterator[str]:
     """The Python files behind `auto_map`: `{"AutoConfig": "configuration_mine.MyConfig", ...}`, values or lists."""
-    try:
-        values = list(read_json(config)["auto_map"].values())
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
-        return
-    for value in values:
+    auto_map = read_object(config).get("auto_map")
+    for value in auto_map.values() if isinstance(auto_map, dict) else ():
         names: list[Any] = value if isinstance(value, list) else [value]
         yield from (name.split(".")[0] + ".py" for name in names if isinstance(name, str) and "--" not in name)
 
@@ -199,15 +190,10 @@ def check_regular(folder: Path) -> None:
 
 
 def is_sound(path: Path, on_chunk: Callable[[], None] | None = None, listed: str = "") -> bool:
-    """Whether a cached file has the checksum that its blob is named after.
+    """Whether a cached file has the checksum that its blob is named after; `on_chunk` is called after each megabyte.
 
     The cache names a blob by its ETag: the SHA-256 of a large file, the git blob SHA-1 of a small one. A file with
     another name (a mirror's own ETag, a plain folder) has the checksum that is listed for it, or counts as sound.
-
-    Args:
-        path: The file, or the link to its blob.
-        on_chunk: Called after each megabyte.
-        listed: The checksum by the Hub's list of files; empty: it is not known.
     """
     blob = path.resolve()
     expected = blob.name if CHECKSUM.fullmatch(blob.name) else listed
@@ -232,10 +218,7 @@ def unchecked_mark(snapshot: Path, name: str) -> Path:
 
 
 def verify_unchecked(snapshot: Path) -> list[str]:
-    """Verify the files of a snapshot that an earlier download has left without, and remove damaged ones.
-
-    Returns:
-        The names of those that are damaged.
+    """Verify the files of a snapshot that an earlier download has not; remove damaged ones, and return their names.
 
     Raises:
         PermissionError: One is damaged and cannot be removed.
@@ -266,13 +249,10 @@ def remove_blob(link: Path) -> None:
 
 
 def purge_damaged(folder: Path) -> list[str]:
-    """Remove the blobs of a snapshot whose checksum is wrong.
+    """Remove the blobs of a snapshot whose checksum is wrong; returns the names of their files.
 
     If there are any, all links of the snapshot are removed too, so that the incomplete snapshot does not pass for a
     complete one. The next download restores the links without downloading sound blobs again.
-
-    Returns:
-        The names of the damaged files.
     """
     links = [path for path in sorted(folder.rglob("*")) if path.is_symlink()]
     damaged = [path for path in links if _remove_if_damaged(path)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which repository or folder a checkpoint comes from, and which of its files are needed."""
+"""Names the repository or folder of a checkpoint, and its files that are needed."""
 
 from __future__ import annotations
 

@@ -32,9 +32,6 @@ def check_weights(settings: ModelSettings, info: Any, model: Any, *, is_headless
         model: The model as it was loaded.
         is_headless: Whether it is a model without a head, which needs neither a head's tensors, of any kind, nor a
             pooler.
-
-    Raises:
-        CheckpointError: Tensors are missing, extra, unreadable or have other shapes.
     """
     missing = [name for name in info["missing_keys"] if not (is_headless and "pooler." in name)]
     extra = [name for name in info["unexpected_keys"] if not re.search(STALE_BUFFERS, name)]
@@ -71,12 +68,9 @@ def check_weights(settings: ModelSettings, info: Any, model: Any, *, is_headless
 
 
 def check_finite(settings: ModelSettings, model: Any) -> None:
-    """Refuse weights that are NaN or infinite, with which a model answers the same token for ever, or now and then.
+    """Refuse NaN or infinite weights, with which a model answers the same token for ever, or now and then, by name.
 
     Each is read once, and nothing is copied: the largest and the smallest number of a tensor show it.
-
-    Raises:
-        CheckpointError: There is one; the message names its tensor.
     """
     import torch
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hf_triton.hub.checkpoint import Checkpoint
-    from hf_triton.hub.resolve import Hub
+    from hf_triton.hub.locate import Hub
     from hf_triton.settings import ModelSettings
     from hf_triton.tasks.serving.meter import Meter
     from hf_triton.tasks.speech_service import SpeechService

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import logging
 import math
@@ -28,20 +27,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CODE: Final = re.compile("(?!ok$)[a-z][a-z0-9_]{0,63}")
-CLASSES: Final = ("settings_class", "task_class")
-LIKENESS: Final = 0.75  # of a method's name to a hook's, by difflib; `make_prompt` is not `build_prompt`, by 0.61
 DEVICE_ERRORS: Final = ("CUDA error", "CUBLAS_STATUS", "[enforce fail", "DefaultCPUAllocator")
 """Beginnings of torch's own messages about a device."""
 
 
 class CheckedHooks:
-    """A folder's hooks, their results checked.
+    """A folder's hooks, their results checked: those of `build_prompt` have `max_prompt_bytes` at most.
 
     Each raises HfTritonError: the hook's own, or `hook_failed`, which is logged.
-
-    Args:
-        hooks: The folder's own.
-        max_prompt_bytes: Of a prompt that `build_prompt` returns.
     """
 
     def __init__(self, hooks: Hooks, max_prompt_bytes: float = math.inf) -> None:
@@ -56,10 +49,9 @@ class CheckedHooks:
         return name in self._overridden
 
     def build_prompt(self, text: str) -> str:
-        """See `Hooks`."""
         if not self.overrides("build_prompt"):
             return text
-        prompt: str = self._call("build_prompt", str, "a string", text)
+        prompt = self._text("build_prompt", text)
         try:
             num_bytes = len(prompt.encode())
         except UnicodeEncodeError:
@@ -74,34 +66,25 @@ class CheckedHooks:
         return prompt
 
     def postprocess(self, text: str) -> str:
-        """See `Hooks`."""
-        if not self.overrides("postprocess"):
-            return text
-        result: str = self._call("postprocess", str, "a string", text)
+        return self._text("postprocess", text) if self.overrides("postprocess") else text
+
+    def _text(self, name: str, text: str) -> str:
+        result: str = self._call(name, str, "a string", text)
         return result
 
     def is_complete(self, text: str) -> bool:
-        """See `Hooks`."""
         return bool(self._call("is_complete", (bool, np.bool_), "True or False", text))
 
     def logits_processor(self) -> LogitsProcessor | None:
-        """See `Hooks`. Errors of the device pass through, to the engine."""
         if not self.overrides("logits_processor"):
             return None
         wanted = "a function of token_ids and scores, or None"
-        processor = self._call("logits_processor", (Callable, type(None)), wanted, passes=_is_of_device)
+        processor = self._call("logits_processor", (Callable, type(None)), wanted)
         return None if processor is None else partial(self._process, processor)
 
-    def _call(
-        self,
-        name: str,
-        kinds: Any,
-        wanted: str,
-        *arguments: str,
-        passes: Callable[[BaseException], bool] = lambda _: False,
-    ) -> Any:
+    def _call(self, name: str, kinds: Any, wanted: str, *arguments: str) -> Any:
         """Call a hook, and refuse a result that is not of one of these kinds."""
-        with _hook_failures(name, self._hooks, passes=passes):
+        with _hook_failures(name, self._hooks):
             result = getattr(self._hooks, name)(*arguments)
         if not isinstance(result, kinds):
             raise _wrong_result(name, wanted, result)
@@ -109,7 +92,7 @@ class CheckedHooks:
 
     def _process(self, processor: LogitsProcessor, token_ids: list[int], scores: Any) -> Any:
         shape, had_nan = list(scores.shape), bool(scores.isnan().any())
-        with _hook_failures("logits_processor", self._hooks, passes=_is_of_device):
+        with _hook_failures("logits_processor", self._hooks):
             result = processor(token_ids, scores)
             is_like = isinstance(result, type(scores)) and list(result.shape) == shape
             if is_like and (had_nan or not result.isnan().any()):  # NaN of the model is not the hook's fault
@@ -125,7 +108,7 @@ def checked_load(hooks: Hooks, checkpoint: Checkpoint) -> Checkpoint:
     """
     from hf_triton.runner.lora.adapters import without_peft_wrapper
 
-    with _hook_failures("load", hooks, shows_message=True):
+    with _hook_failures("load", hooks):
         result = hooks.load(checkpoint)
         if isinstance(result, type(checkpoint)):
             result.model = without_peft_wrapper(result.model)
@@ -134,46 +117,25 @@ def checked_load(hooks: Hooks, checkpoint: Checkpoint) -> Checkpoint:
     raise _wrong_result("load", "the checkpoint", result)
 
 
-def check_hooks(model: type[Hooks], base: type[Hooks]) -> list[str]:
-    """Refuse a hook that cannot be called; what to say of names that nothing uses and that resemble one that is.
-
-    Args:
-        model: The folder's own class.
-        base: What it is a subclass of.
+def check_hooks(model: type[Hooks]) -> None:
+    """Refuse a folder's class with a hook that cannot be called as it will be.
 
     Raises:
-        LoadError: A hook cannot be called.
+        LoadError: Names the hook, and the arguments that it must take.
     """
     for hook in HOOKS:
         if not callable(getattr(model, hook)):
             raise LoadError("hook_failed", f"{hook} of {OWN_FILE} is not a method: define it with def")
-        _check_arguments(model, hook)
-    unused = [name for name in (*HOOKS, *CLASSES) if getattr(model, name) is getattr(base, name)]
-    sentences = []
-    for name in dir(model):
-        if name.startswith("_") or hasattr(base, name) or not callable(getattr(model, name)):
+        own = inspect.getattr_static(model, hook)
+        if not inspect.isfunction(own):  # a static method, or what a library makes of one
             continue
-        for hook in difflib.get_close_matches(name.lower(), unused, n=1, cutoff=LIKENESS):
-            sentences.append(f"nothing uses '{name}' of {OWN_FILE}: did you mean '{hook}'?")
-    return sentences
-
-
-def _check_arguments(model: type[Hooks], hook: str) -> None:
-    """Refuse a hook that does not take the arguments that it is called with.
-
-    Raises:
-        LoadError: Names them.
-    """
-    own = inspect.getattr_static(model, hook)
-    if not inspect.isfunction(own):  # a static method, or what a library makes of one
-        return
-    wanted = _parameters(hook)
-    try:
-        inspect.signature(own).bind(*wanted)
-    except TypeError:
-        raise LoadError(
-            "hook_failed", f"{hook} of {OWN_FILE} must take ({', '.join(wanted)}), as docs/hooks.md shows"
-        ) from None
+        try:
+            inspect.signature(own).bind(*_parameters(hook))
+        except TypeError:
+            wanted = ", ".join(_parameters(hook))
+            raise LoadError(
+                "hook_failed", f"{hook} of {OWN_FILE} must take ({wanted}), as docs/hooks.md shows"
+            ) from None
 
 
 def _parameters(hook: str) -> list[str]:
@@ -194,25 +156,20 @@ def check_encoder_hooks(hooks: Hooks, task: str) -> None:
 
 
 @contextmanager
-def _hook_failures(
-    name: str, hooks: Hooks, *, passes: Callable[[BaseException], bool] = lambda _: False, shows_message: bool = False
-) -> Iterator[None]:
-    """Raise what a hook raises as `hook_failed`, our own errors and those that `passes` accepts as they are.
+def _hook_failures(name: str, hooks: Hooks) -> Iterator[None]:
+    """Raise what a hook raises as `hook_failed`; our own errors and those of the device pass as they are.
 
-    Args:
-        name: The hook's.
-        hooks: The folder's own.
-        passes: Accepts an exception of the device.
-        shows_message: Whether the exception's message may be shown, because no prompt can be in it.
+    The exception's message is shown for `load` alone: elsewhere a prompt may be in it.
     """
     try:
         yield
     except BaseException as error:  # a hook may call `sys.exit`, or Rust code that panics
         if isinstance(error, HfTritonError):
             _check_own_error(name, error)
-        if isinstance(error, HfTritonError) or passes(error):
             raise
-        message = f": {error}" if shows_message and str(error) else ""
+        if name == "logits_processor" and _is_of_device(error):
+            raise
+        message = f": {error}" if name == "load" and str(error) else ""
         sentence = f"{name} of {OWN_FILE} failed ({type(error).__name__} {_origin(name, error, hooks)}){message}"
         logger.error("%s; %s", sentence, where(error))
         raise HfTritonError("hook_failed", sentence) from None
@@ -240,7 +197,7 @@ def _is_of_device(error: BaseException) -> bool:
 
 
 def _origin(name: str, error: BaseException, hooks: Hooks) -> str:
-    """Where in the folder's own files an exception came from."""
+    """Say where in the folder's own files an exception came from."""
     home = Path(inspect.getfile(type(hooks))).parent
     _, _, *frames = traceback.extract_tb(error.__traceback__)  # without `_hook_failures` and its caller
     if not frames:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hf_triton.hub.checkpoint import Checkpoint
-    from hf_triton.hub.resolve import Hub
+    from hf_triton.hub.locate import Hub
     from hf_triton.settings import ModelSettings
     from hf_triton.tasks.interface import LoadedTask
     from hf_triton.tasks.serving.meter import Meter

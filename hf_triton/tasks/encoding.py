@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from hf_triton.encoder.probe import Way
     from hf_triton.encoder.stacked import StackedForward
     from hf_triton.hub.checkpoint import Checkpoint
-    from hf_triton.hub.resolve import Hub
+    from hf_triton.hub.locate import Hub
     from hf_triton.runner.lora.adapters import Adapter
     from hf_triton.settings import ModelSettings
 

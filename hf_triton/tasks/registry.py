@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from hf_triton.errors import SettingsError, clip
 from hf_triton.hub.kind import find_task, find_way
-from hf_triton.hub.resolve import Hub
+from hf_triton.hub.locate import Hub
 from hf_triton.settings import ModelSettings
 
 if TYPE_CHECKING:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For tests of served models: a real server, tiny checkpoints, a loopback Hub, and ways to damage checkpoints.
+"""Helps to test served models: a real server, tiny checkpoints, a loopback Hub, and ways to damage checkpoints.
 
 Nothing here accesses the network or needs a GPU:
 

@@ -215,7 +215,7 @@ _POOLINGS: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"pooling_strategy": "max"},
     ),
 }
-"""By task, the two modules of sentence-transformers, and the config of the second."""
+"""The two modules of sentence-transformers for a task, and the config of the second."""
 
 ENCODER_TASKS: tuple[str, ...] = tuple(_HEADS)
 """Names that `build_tiny_encoder` accepts."""

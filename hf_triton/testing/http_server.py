@@ -49,10 +49,10 @@ class Fault:
     times: int | None = None
     """Number of requests that it applies to, at least 1; None means all."""
     response: Response | None = None
-    """For `fail` and `page`: the response sent instead."""
+    """The response that `fail` and `page` send instead."""
     amount: int | None = None
-    """For `truncate`: bytes sent. For `corrupt`: offset of the flipped byte, None for the middle. For `slow`: bytes
-    per second."""
+    """Bytes that `truncate` sends, bytes a second of `slow`, or the offset of the byte that `corrupt` flips (None: the
+    middle)."""
 
 
 class FaultBoard:

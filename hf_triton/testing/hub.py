@@ -28,7 +28,7 @@ class HubRequest(NamedTuple):
 
     method: str
     path: str
-    """As sent, including the query."""
+    """It is as sent, with the query."""
     had_valid_token: bool
     """Whether it had the access token or the stranger's; the token itself is not recorded."""
 

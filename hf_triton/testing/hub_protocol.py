@@ -62,7 +62,7 @@ class HubProtocol:
     stranger_token: str
     """Valid, without access to gated repositories."""
     repositories: dict[str, Repository] = field(default_factory=dict)
-    """By id. Entries are replaced and never edited, so other threads may set them at any time."""
+    """Repositories by id. Entries are replaced and never edited, so other threads may set them at any time."""
     _signing_key: bytes = field(default_factory=lambda: secrets.token_bytes(32))
 
     def knows(self, token: str | None) -> bool:

@@ -57,7 +57,7 @@ class Repository:
 
     repo_id: str
     revisions: Mapping[str, Commit]
-    """By branch or tag; always has `main`."""
+    """Commits by branch or tag; `main` is always there."""
     history: Mapping[str, Commit]
     """All commits by hash: the Hub still serves those without a branch or tag."""
     is_gated: bool

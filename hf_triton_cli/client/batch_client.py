@@ -20,7 +20,7 @@ BUSY: Final = (429, 502, 503)
 REFUSED: Final = (401, 403)
 """Statuses that every request would get."""
 WAITS_S: Final = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
-"""Before a request is sent again; `Retry-After` may make them longer, up to the last one."""
+"""Waits before a request is sent again; `Retry-After` may make them longer, up to the last one."""
 JSON: Final = {"Content-Type": "application/json"}
 LOCAL: Final = ("localhost", "127.0.0.1", "::1")
 """Hosts that no proxy of the environment stands before."""
@@ -32,14 +32,9 @@ Result = dict[str, Any]
 
 
 class BatchClient:
-    """Belongs to the running event loop; a context manager, which closes its connections.
+    """Asks one gateway. A context manager, which closes its connections; belongs to the running event loop.
 
-    Args:
-        url: Of the gateway, without a path.
-        key: For it; None: it asks for none.
-        model: That every request is for; None: the one that it names.
-        concurrency: Requests in flight at most.
-        timeout_s: Of a request.
+    Without `model`, each request is for the one that it names.
     """
 
     def __init__(self, url: str, key: str | None, model: str | None, concurrency: int, timeout_s: float) -> None:
@@ -66,11 +61,7 @@ class BatchClient:
         await self._client.aclose()
 
     async def check(self) -> None:
-        """Check that there is a gateway.
-
-        Raises:
-            ServerError: None answers.
-        """
+        """Raise a ServerError if no gateway answers."""
         try:
             await self._client.get("/health/live", timeout=10.0)
         except httpx.RequestError as error:

@@ -20,7 +20,7 @@ ENDPOINTS: Final = (
     *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings"),
     *("/v1/rerank", "/v1/score", "/v1/classify", "/v1/token-classification", "/v1/fill-mask"),
 )
-"""Of the gateway, that a line may ask."""
+"""The gateway's endpoints that a line may ask."""
 FORM: Final = '{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {...}}'
 BOM: Final = "\ufeff"
 
@@ -30,9 +30,9 @@ class BatchRequest:
     """A line of a batch file."""
 
     number: int
-    """Of its line, from 1."""
+    """Its line, from 1."""
     id: str
-    """Of its result: a hash of the line, so that a changed request is noticed."""
+    """Its result's id: a hash of the line, so that a changed request is noticed."""
     custom_id: str
     url: str
     body: dict[str, Any]
@@ -44,11 +44,7 @@ class BatchRequest:
 
 
 def read_requests(file: BinaryIO) -> Iterator[BatchRequest]:
-    """The requests of a batch file, from its start; empty lines are passed over.
-
-    Raises:
-        click.UsageError: A line is no request; says which.
-    """
+    """The requests of a batch file, from its start, without empty lines; a line that is no request is an error."""
     file.seek(0)
     for number, line in enumerate(file, 1):
         if line.strip():
@@ -109,10 +105,6 @@ def count_results(results: BinaryIO, file: BinaryIO) -> tuple[int, int]:
     """How many results an earlier run has left, and how many of them failed.
 
     A last line that it could not finish is cut off.
-
-    Args:
-        results: A file that is open to read and to append.
-        file: The batch file.
 
     Raises:
         click.UsageError: The results are not of these requests; nothing is cut off then.

@@ -18,10 +18,10 @@ import click
 
 from hf_triton.errors import ServerError
 from hf_triton.server import describe_status, free_ports
-from hf_triton_cli.client.client import Triton, complete_models, triton_options
+from hf_triton_cli.client.running_triton import Triton, complete_models, triton_options
 from hf_triton_cli.numbers import NUMBERS
-from hf_triton_cli.serving.gateway import GatewayProcess
-from hf_triton_cli.tables import new_figure, rounded, show_table
+from hf_triton_cli.serving.gateway_process import GatewayProcess
+from hf_triton_cli.tables import new_figure, show_table
 
 if TYPE_CHECKING:
     from hf_triton_gateway.triton.triton_models import Model
@@ -98,11 +98,8 @@ def bench(
 
 
 async def _choose(triton: Triton, name: str | None) -> Model:
-    models = triton.models()
-    try:
+    async with triton.asked() as models:
         return await triton.choose(models, name)
-    finally:
-        await models.close()
 
 
 def _tokenizer(settings: Mapping[str, str]) -> str:
@@ -113,11 +110,7 @@ def _tokenizer(settings: Mapping[str, str]) -> str:
 
 
 def _measure(program: str, arguments: Sequence[object], report: Path) -> Mapping[str, Any]:
-    """Run AIPerf; returns its summary.
-
-    Raises:
-        ServerError: It failed.
-    """
+    """Run AIPerf; returns its summary."""
     report.mkdir(exist_ok=True)
     fixed = ["--endpoint-type", "completions", "--streaming", "--use-server-token-count", "--ui", "none"]
     command = [program, "profile", *map(str, arguments), *fixed, "--artifact-dir", str(report)]
@@ -139,13 +132,10 @@ def _measure(program: str, arguments: Sequence[object], report: Path) -> Mapping
 
 def _describe(level: int, summary: Mapping[str, Any]) -> dict[str, Any]:
     """A row of the table; what AIPerf does not report is None."""
-    row: dict[str, Any] = {"concurrency": level}
-    for metric, title in RATES.items():
-        row[title] = rounded(summary.get(metric, {}).get("avg"))
+    figures = {title: summary.get(metric, {}).get("avg") for metric, title in RATES.items()}
     for metric, title in TIMES.items():
-        for percentile in PERCENTILES:
-            row[f"{title} {percentile} ms"] = rounded(summary.get(metric, {}).get(percentile))
-    return row
+        figures |= {f"{title} {name} ms": summary.get(metric, {}).get(name) for name in PERCENTILES}
+    return {"concurrency": level} | {name: figure and round(figure, 2) for name, figure in figures.items()}
 
 
 def _plot(name: str, rows: Sequence[Mapping[str, Any]], file: Path) -> None:

@@ -14,8 +14,8 @@ from typing import Final
 
 import click
 
-from hf_triton_cli.client.client import Triton, complete_models, triton_options
 from hf_triton_cli.client.generate import Sampling, sampling_options
+from hf_triton_cli.client.running_triton import Triton, complete_models, triton_options
 from hf_triton_cli.client.session import COMMANDS, Session
 from hf_triton_cli.exit_codes import TERMINATED
 
@@ -56,16 +56,7 @@ def exit_at_sigterm() -> None:
 
 
 def talk(session: Session, model: str | None, prompt: str | None = None) -> None:
-    """Hold a conversation until its end.
-
-    Args:
-        session: Not open yet.
-        model: Its name; None: the only one.
-        prompt: The only message; None: messages are read.
-
-    Raises:
-        HfTritonError: The model cannot be talked to; from a pipe, or as the only one, a message failed.
-    """
+    """Hold a conversation until its end, or until `prompt` is answered."""
     _prepare_input()
     try:
         session.open(model)

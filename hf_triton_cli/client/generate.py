@@ -19,9 +19,9 @@ from hf_triton.protocol.dialects import ALIASES
 from hf_triton.protocol.names import TEXT_OUTPUTS
 from hf_triton.protocol.request_options import CHAT_OPTIONS, OPTIONS
 from hf_triton.protocol.validation import read_json
-from hf_triton_cli.client.client import Triton, complete_models, triton_options
+from hf_triton_cli.client.running_triton import Triton, complete_models, triton_options
 from hf_triton_cli.exit_codes import INTERRUPTED
-from hf_triton_cli.options import read_settings
+from hf_triton_cli.shared_options import read_settings
 from hf_triton_cli.tables import printable
 
 if TYPE_CHECKING:
@@ -143,11 +143,7 @@ def generate(
 
 
 def _read_words(words: tuple[str, ...], model: str | None) -> tuple[str | None, str]:
-    """The model, if it is named, and the prompt.
-
-    Raises:
-        click.UsageError: There is no prompt, or there are too many words.
-    """
+    """The model, if it is named, and the prompt."""
     if len(words) > (2 if model is None else 1):
         raise click.UsageError("there is more than a prompt: quote it, and name the model with --model")
     *named, prompt = words or ["-"]
@@ -167,19 +163,12 @@ def _read_stdin() -> str:
 
 
 async def complete(triton: Triton, name: str | None, prompt: str, sampling: Sampling, *, as_json: bool = False) -> None:
-    """Print the completion of a prompt as it comes.
-
-    Raises:
-        click.UsageError: No model is named, and there are several.
-        HfTritonError: It failed.
-    """
-    from hf_triton_gateway.http.api_errors import ApiError
+    """Print the completion of a prompt as it comes."""
     from hf_triton_gateway.http.client_names import ClientNames
     from hf_triton_gateway.triton.triton_messages import Generation
 
-    models = triton.models()
     parameters, options = split_parameters({**sampling.values, "exclude_input_in_output": True})
-    try:
+    async with triton.asked() as models:
         model = await triton.choose(models, name)
         names = ClientNames(sampling.typed_names, rows=())
         generation = Generation(model.name, uuid.uuid4().hex, parameters, options, prompts=[prompt], names=names)
@@ -189,10 +178,6 @@ async def complete(triton: Triton, name: str | None, prompt: str, sampling: Samp
             click.echo("\n---\n".join(map(shown, texts_of(await models.generate(generation)))))
         else:
             await _print_stream(models, generation)
-    except ApiError as error:
-        raise triton.api_error(error) from None
-    finally:
-        await models.close()
 
 
 async def _print_stream(models: TritonModels, generation: Generation) -> None:

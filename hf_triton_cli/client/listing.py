@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hf_triton.protocol.load_reasons import first_sentence
-from hf_triton_cli.client.client import Triton, triton_options
+from hf_triton_cli.client.running_triton import Triton, triton_options
 from hf_triton_cli.tables import show_table, size_words
 
 if TYPE_CHECKING:
@@ -40,11 +40,7 @@ def _row(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def describe_models(triton: Triton) -> list[dict[str, Any]]:
-    """Each model folder with its state, by name; a stream door is part of its model.
-
-    Raises:
-        HfTritonError: Triton cannot be reached, or refuses.
-    """
+    """Each model folder with its state, by name; a stream door is part of its model."""
     entries = triton.index()
     folders = asyncio.run(_read_folders(triton))
     doors = {folder.stream_of: name for name, folder in folders.items() if folder.stream_of}
@@ -52,15 +48,8 @@ def describe_models(triton: Triton) -> list[dict[str, Any]]:
 
 
 async def _read_folders(triton: Triton) -> Mapping[str, Folder]:
-    from hf_triton_gateway.http.api_errors import ApiError
-
-    models = triton.models()
-    try:
+    async with triton.asked() as models:
         return await models.folders()
-    except ApiError as error:
-        raise triton.api_error(error) from None
-    finally:
-        await models.close()
 
 
 def _describe(entry: Any, folder: Folder | None, doors: Mapping[str, str]) -> dict[str, Any]:

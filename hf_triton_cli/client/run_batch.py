@@ -24,13 +24,13 @@ from hf_triton.errors import HfTritonError, clip
 from hf_triton_cli.client.batch_file import count_requests, count_results, has_failed, read_requests
 from hf_triton_cli.client.chat import exit_at_sigterm
 from hf_triton_cli.exit_codes import FAILED, INTERRUPTED
-from hf_triton_cli.options import SET
 from hf_triton_cli.say import say
+from hf_triton_cli.shared_options import SET
 
 KEY: Final = "OPENAI_API_KEY"
 DEFAULT_URL: Final = "http://localhost:9000"
 Address = tuple[str, str | None]
-"""Of a gateway; and the model that it is asked for, whatever a request names."""
+"""A gateway's address, and the model that it is asked for, whatever a request names."""
 STDOUT: Final = Path("-")
 NUM_REPORTS: Final = 10
 """Lines of progress where there is no terminal."""
@@ -106,12 +106,7 @@ class _Run:
 def _answer(
     run: _Run, file: BinaryIO, results: BinaryIO, gateway: AbstractContextManager[Address], limits: tuple[int, float]
 ) -> None:
-    """Ask what has no result yet.
-
-    Raises:
-        HfTritonError: The gateway cannot be reached, or refuses the key; the model cannot be served; or the disk is
-            full.
-    """
+    """Ask what has no result yet."""
     with gateway as (url, model):
         try:
             asyncio.run(_write_results(run, file, results, (url, os.environ.get(KEY) or None, model, *limits)))
@@ -153,11 +148,7 @@ def _is_kept(output: Path) -> bool:
 
 @contextlib.contextmanager
 def _opened(output: Path) -> Iterator[BinaryIO]:
-    """What the results are written to, behind those that are there; a file is this run's alone.
-
-    Raises:
-        click.UsageError: It cannot be opened, or another run writes it.
-    """
+    """What the results are written to, behind those that are there; a file is this run's alone."""
     if output == STDOUT:
         yield sys.stdout.buffer
         return
@@ -201,7 +192,7 @@ def _gateway(url: str | None, model: str | None, settings: Mapping[str, str]) ->
         yield url or DEFAULT_URL, None
         return
     from hf_triton.server import free_ports
-    from hf_triton_cli.serving.gateway import GatewayProcess
+    from hf_triton_cli.serving.gateway_process import GatewayProcess
     from hf_triton_cli.serving.run import serving
     from hf_triton_gateway.gateway_config import GatewayConfig
 

@@ -21,9 +21,9 @@ from hf_triton.errors import HfTritonError
 from hf_triton.protocol.parameters import parse_parameters
 from hf_triton.protocol.request_options import CHAT_OPTIONS, OPTIONS
 from hf_triton.protocol.validation import read_json
-from hf_triton_cli.client.client import Triton
 from hf_triton_cli.client.generate import COMMAND_DECIDES, canonical, shown, split_parameters
 from hf_triton_cli.client.markdown import markdown_stream
+from hf_triton_cli.client.running_triton import Triton
 from hf_triton_cli.tables import printable
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ HELP: Final = (
 
 @dataclass
 class Stats:
-    """Of one answer."""
+    """Counts and times of one answer."""
 
     start_s: float
     first_s: float | None = None
@@ -72,14 +72,7 @@ class Stats:
 
 
 class Session:
-    """One conversation.
-
-    Args:
-        triton: The server.
-        runner: Its loop; Ctrl+C cancels what runs in it.
-        parameters: Generation parameters and options of each request.
-        system: System prompt.
-    """
+    """One conversation."""
 
     def __init__(
         self,
@@ -98,11 +91,7 @@ class Session:
         self._set_system(system)
 
     def open(self, name: str | None) -> None:
-        """Connect and choose the model.
-
-        Raises:
-            HfTritonError: It cannot be talked to.
-        """
+        """Connect and choose the model."""
 
         async def connect() -> None:
             self._models = self._models or self._triton.models()
@@ -111,7 +100,7 @@ class Session:
         self._runner.run(connect())
 
     def greet(self) -> None:
-        """On a terminal, say what the model is."""
+        """Say what the model is, on a terminal."""
         if not sys.stdin.isatty() or self._model is None:
             return
         info = self._model.folder.info
@@ -182,11 +171,7 @@ class Session:
         self._messages = [{"role": "system", "content": system}] if system else []
 
     def _set(self, name: str = "", text: str | None = None) -> None:
-        """Set a parameter of the next answers, or show all.
-
-        Raises:
-            HfTritonError: There is no such parameter, or it does not take the value.
-        """
+        """Set a parameter of the next answers, or show all."""
         name = name.replace("-", "_")
         if name in COMMAND_DECIDES:
             raise click.UsageError(f"{name} is for the command to decide: leave it out")
@@ -202,11 +187,7 @@ class Session:
         click.echo("\n".join(lines) or "All parameters have the model's defaults.")
 
     def _save(self, file: str) -> None:
-        """Write the conversation.
-
-        Raises:
-            click.UsageError: No file is named, or it cannot be written.
-        """
+        """Write the conversation."""
         if not file:
             raise click.UsageError("/save needs the name of a file")
         try:
@@ -217,11 +198,7 @@ class Session:
         click.echo(f"Saved {len(self._messages)} messages to {file}.")
 
     def answer(self, text: str) -> None:
-        """Send a message and print the answer; a message without an answer leaves the conversation as it was.
-
-        Raises:
-            HfTritonError: It failed.
-        """
+        """Send a message and print the answer; a message without an answer leaves the conversation as it was."""
         self._messages.append({"role": "user", "content": text})
         try:
             answer = self._runner.run(self._print_answer())

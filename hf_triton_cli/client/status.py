@@ -12,7 +12,8 @@ from typing import Any, Final
 import click
 
 from hf_triton.server import open_local
-from hf_triton_cli.client.client import (
+from hf_triton_cli.client.listing import describe_models
+from hf_triton_cli.client.running_triton import (
     CALL_TIMEOUT_S,
     READY,
     Triton,
@@ -20,7 +21,6 @@ from hf_triton_cli.client.client import (
     triton_options,
     unknown_model,
 )
-from hf_triton_cli.client.listing import describe_models
 from hf_triton_cli.tables import show_table, size_words
 
 PREFIX: Final = "hf_triton_"

@@ -48,13 +48,13 @@ class Board:
         self.close()
 
     def close(self) -> None:
-        """From now on, each change is a line of its own."""
+        """Leave the terminal: from now on, each change is a line of its own."""
         self._is_starting = False
         if self._live is not None:
             self._live.stop()
 
     def refresh(self) -> None:
-        """Until it is closed, show on a terminal what has changed, and for how long models have been loading."""
+        """Show what has changed, and how long models have been loading, on a terminal that is not closed yet."""
         if self._is_starting and self._live is not None:
             self._live.refresh()
 
@@ -63,13 +63,7 @@ class Board:
         return self._states[name][0] if name in self._states else None
 
     def show(self, name: str, state: State, text: str = "") -> None:
-        """Show a model's state, unless it is shown already.
-
-        Args:
-            name: The model.
-            state: What it does now.
-            text: The facts of a model that is ready, or why one has failed.
-        """
+        """Show a model's state, unless it is shown already, and its facts, or why it has failed."""
         if self._states.get(name) == (state, text):
             return
         self._states[name] = (state, text)

@@ -72,7 +72,7 @@ ENCODERS: Final[Mapping[str, tuple[Fields, tuple[str, Fields] | None]]] = {
     "sparse-embeddings": ({"text": QUESTION}, None),
     "tokenization": ({"text": QUESTION}, None),
 }
-"""By a task, fields for its folder, and the gateway's endpoint and fields, if it has one."""
+"""Fields for a task's folder, and the gateway's endpoint and fields, if it has one."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Served:
 
     name: str
     task: str | None
-    """As its process says, or its files; None: it is of another library."""
+    """Its task as its process or its files say; None: it is of another library."""
     inputs: Mapping[str, bool] | None = None
     """Its inputs that take one string, and whether a request must have them; None: they are not known yet."""
     texts: tuple[str, ...] = ()
@@ -113,13 +113,7 @@ class Served:
 
 
 def ready_text(server: TritonServer, gateway: GatewayConfig | None, models: Iterable[Served]) -> str:
-    """The addresses, and a request for each kind of model.
-
-    Args:
-        server: Triton.
-        gateway: The gateway's config, if there is one.
-        models: The folders.
-    """
+    """The addresses, and a request for each kind of model."""
     requests: dict[str, str] = {}
     for model in sorted(models, key=lambda model: (not _generates(model), model.is_decoupled)):
         for kind, request in _requests(model, server, gateway):
@@ -178,7 +172,7 @@ def _body(fields: Fields, model: Served) -> str:
 
 
 def _way(gateway: GatewayConfig) -> dict[str, str]:
-    """Where curl reaches the gateway, how it trusts its certificate, and its API key."""
+    """The words by which curl reaches the gateway, trusts its certificate and gives its API key."""
     certificate = gateway.ssl_certfile
     return {
         "options": "" if certificate is None else f"--cacert {shlex.quote(str(certificate))} ",
@@ -188,12 +182,7 @@ def _way(gateway: GatewayConfig) -> dict[str, str]:
 
 
 def loaded_model(server: TritonServer, config: Mapping[str, Any]) -> Served:
-    """A folder that is loaded, by its config and what its process says.
-
-    Args:
-        server: Triton.
-        config: By Triton, completed.
-    """
+    """A folder that is loaded, by its config, as Triton completed it, and what its process says."""
     is_door = streamed_folder(config) is not None
     info = None if is_door else _ask_info(server, config)
     ports = config.get("input", [])

@@ -74,16 +74,7 @@ def _option(name: str, option: str) -> Callable[[Command], Command]:
 
 
 def read_config(options: Mapping[str, str], values: Mapping[str, Any], **fixed: object) -> GatewayConfig:
-    """The gateway's settings from a command's options.
-
-    Args:
-        options: The command's, by field.
-        values: What was given, by field.
-        fixed: Fields that the command decides.
-
-    Raises:
-        click.UsageError: A value is impossible.
-    """
+    """The gateway's settings of a command's options and values, by field, and of those that the command fixes."""
     try:
         return GatewayConfig.model_validate({**values, **fixed})
     except ValidationError as error:

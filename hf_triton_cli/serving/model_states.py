@@ -12,13 +12,7 @@ from hf_triton_cli.serving.server_log import Event, ServerLog
 
 
 class ModelStates:
-    """Follows the log of a server.
-
-    Args:
-        board: Where the states are shown.
-        log: Triton's; None: it is shown itself.
-        hidden: Names of folders that are not shown, which are stream doors.
-    """
+    """Follows the log of a server (None: it is shown itself); `hidden` folders, stream doors, are not shown."""
 
     def __init__(self, board: Board, log: ServerLog | None, hidden: Collection[str]) -> None:
         self._board = board
@@ -27,12 +21,12 @@ class ModelStates:
         self._facts: dict[str, str] = {}
         self._loaded: set[str] = set()
         self._num_former: Counter[str] = Counter()
-        """Of models that load again: Triton unloads each former one some time after the new one is ready."""
+        """Former ones of models that load again, which Triton unloads some time after the new one is ready."""
         self._is_stopping = False
 
     @property
     def log_place(self) -> str:
-        """Where Triton's log is."""
+        """Triton's log, for a sentence."""
         return "above" if self._log is None else str(self._log.path)
 
     def update(self) -> None:
@@ -43,12 +37,7 @@ class ModelStates:
         self._board.refresh()
 
     def settle(self, ready: Collection[str], failed: Mapping[str, str]) -> None:
-        """Show the states that the log does not tell.
-
-        Args:
-            ready: The models that are.
-            failed: By model, why it is not.
-        """
+        """Show the states that the log does not tell: the models that are ready, and why others are not."""
         self.update()
         for name in ready:
             if self._board.state(name) != "ready":

@@ -11,8 +11,8 @@ from typing import Any
 import click
 
 from hf_triton.errors import ServerError
+from hf_triton_cli.serving.addresses import check_host, check_ports
 from hf_triton_cli.serving.gateway_options import ALONE, gateway_options, read_config
-from hf_triton_cli.serving.ports import check_host, check_ports
 from hf_triton_gateway.gateway_config import GatewayConfig
 
 
@@ -36,11 +36,7 @@ def openai(**values: Any) -> None:
 
 
 def _require_explicit_mode(config: GatewayConfig) -> None:
-    """Check that Triton loads models on request; one that is not there yet is asked later.
-
-    Raises:
-        ServerError: It does not.
-    """
+    """Refuse a Triton that loads no models on request; one that is not there yet is asked later."""
     from hf_triton_gateway.http.api_errors import ApiError
     from hf_triton_gateway.triton.endpoint import Endpoint
     from hf_triton_gateway.triton.repository import TritonRepository

@@ -11,19 +11,19 @@ from typing import Any
 
 import click
 
-from hf_triton.errors import HfTritonError, ServerError
+from hf_triton.errors import HfTritonError, ServerError, SettingsError
 from hf_triton.folders.doors import door_repository, encoder_declaration, has_chat_template
 from hf_triton.folders.folders import defects, guess_reason, model_folders, with_remedy
-from hf_triton.folders.repositories import DEMO_NAME, served_repository
+from hf_triton.folders.served_repository import DEMO_NAME, served_repository
 from hf_triton.folders.sources import fetch_models, is_repository, model_repository
 from hf_triton.server import TritonServer
 from hf_triton_cli.client.chat import exit_at_sigterm, talk
-from hf_triton_cli.client.client import Triton
 from hf_triton_cli.client.generate import Sampling, complete, sampling_options
-from hf_triton_cli.client.models import show_progress
+from hf_triton_cli.client.loading import show_progress
+from hf_triton_cli.client.running_triton import Triton
 from hf_triton_cli.client.session import Session
-from hf_triton_cli.options import SET
 from hf_triton_cli.progress import show_download
+from hf_triton_cli.shared_options import SET
 from hf_triton_gateway.triton.endpoint import Endpoint
 
 LOAD_TIMEOUT_S = 7200.0
@@ -105,10 +105,11 @@ def serving(
         served = None if model is None else model_repository([model], settings, stream=False, progress=show_download)
         given = stack.enter_context(served) if served else None
         name = DEMO_NAME if given is None else model_folders(given)[0].name
-        found = {**defects(given), **fetch_models(model_folders(given), show_download)} if given else {}
-        for defect in found.values():
-            raise ServerError("server_failed", f"{name} cannot be served: {defect}")
         if given is not None:
+            for defect in defects(given).values():
+                raise ServerError("server_failed", f"{name} cannot be served: {defect}") from SettingsError(defect)
+            for failure in fetch_models([given / name], show_download).values():
+                raise ServerError("server_failed", f"{name} cannot be served: {failure}") from failure
             check(given / name)
         repository = stack.enter_context(served_repository(given, ()))
         doors = stack.enter_context(door_repository(repository, ()))

@@ -21,7 +21,7 @@ from hf_triton.folders.doors import door_repository, streamed_folder
 from hf_triton.folders.ensembles import misfits
 from hf_triton.folders.folders import defects, ensemble_steps, guess_reason, model_folders, with_remedy
 from hf_triton.folders.model_folder import with_task
-from hf_triton.folders.repositories import served_repository
+from hf_triton.folders.served_repository import served_repository
 from hf_triton.folders.sources import fetch_models, is_repository, model_repository, split_flags
 from hf_triton.protocol.names import DOOR_SUFFIX
 from hf_triton.server import (
@@ -36,16 +36,17 @@ from hf_triton.server import (
     lock_flags,
     restricted_protocol_headers,
 )
-from hf_triton_cli.options import SET, TASK
+from hf_triton_cli.exit_codes import exit_code
 from hf_triton_cli.progress import show_download
 from hf_triton_cli.say import say
+from hf_triton_cli.serving.addresses import PORT, check_host, check_ports
 from hf_triton_cli.serving.board import Board
 from hf_triton_cli.serving.examples import loaded_model, model_on_demand, ready_text
-from hf_triton_cli.serving.gateway import GatewayProcess
 from hf_triton_cli.serving.gateway_options import BESIDE_TRITON, gateway_options, read_config
+from hf_triton_cli.serving.gateway_process import GatewayProcess
 from hf_triton_cli.serving.model_states import ModelStates
-from hf_triton_cli.serving.ports import PORT, check_host, check_ports
 from hf_triton_cli.serving.server_log import ServerLog
+from hf_triton_cli.shared_options import SET, TASK
 from hf_triton_cli.typed import as_typed
 from hf_triton_gateway.gateway_config import GatewayConfig
 
@@ -62,7 +63,7 @@ OWN_FLAGS: Final[Mapping[str, str]] = {
 TLS: Final = "--grpc-use-ssl"
 MUTUAL_TLS: Final = "--grpc-use-ssl-mutual"
 TRUE: Final = ("true", "True", "TRUE", "1")
-"""As tritonserver reads them."""
+"""What tritonserver reads as true."""
 ADMIN_KEY: Final = re.compile(r"[A-Za-z0-9+/_-]{16,256}={0,2}")
 EXAMPLES: Final = """\b
 Examples:
@@ -206,11 +207,7 @@ def serve(
 
 @contextlib.contextmanager
 def _running(server: TritonServer, gateway: GatewayProcess | None, states: ModelStates) -> Iterator[None]:
-    """Start both; at the end the gateway finishes its requests in flight, and then Triton the others.
-
-    Raises:
-        ServerError: One of them does not start.
-    """
+    """Start both; at the end the gateway finishes its requests in flight, and then Triton the others."""
 
     def check() -> None:
         states.update()
@@ -236,35 +233,27 @@ def _running(server: TritonServer, gateway: GatewayProcess | None, states: Model
 
 
 def _find_defects(repository: Path, exit_on_error: bool, *, may_fetch: bool) -> Mapping[str, str]:
-    """The defects, by name, of folders that must be kept from tritonserver.
+    """The defects, by name, of folders that must be kept from tritonserver, for which `may_fetch` downloads.
 
-    Args:
-        repository: The folders.
-        exit_on_error: Whether one with a defect is an error.
-        may_fetch: Whether checkpoints are downloaded; one that cannot be is a defect.
-
-    Raises:
-        click.UsageError: The folder is not a model repository.
-        ServerError: All of its folders have defects, or one has and `exit_on_error` is set.
+    It is an error if no folder is left; with `exit_on_error`, if one has a defect.
     """
     folders = model_folders(repository)
     if not folders:
         raise click.UsageError(f"there is no model folder in {repository}: copy one in; a checkpoint has a config.json")
-    excluded = dict(defects(repository))
-    if may_fetch:
-        excluded |= fetch_models([folder for folder in folders if folder.name not in excluded], show_download)
+    faulty = defects(repository)
+    others = [folder for folder in folders if folder.name not in faulty] if may_fetch else []
+    failed = fetch_models(others, show_download)
+    excluded = {**faulty, **{name: str(error) for name, error in failed.items()}}
     if len(excluded) == len(folders) or (excluded and exit_on_error):
         _show_failed(Board(), excluded)
-        raise ServerError("server_failed", _refusal(len(excluded) == len(folders)))
+        causes = [*map(SettingsError, faulty.values()), *failed.values()]
+        cause = causes[0] if len(set(map(exit_code, causes))) == 1 else None
+        raise ServerError("server_failed", _refusal(len(excluded) == len(folders))) from cause
     return excluded
 
 
 def _check_no_gateway_options() -> None:
-    """Refuse options of a gateway that does not run; without it, no API key is asked for.
-
-    Raises:
-        click.UsageError: There is one.
-    """
+    """Refuse options of a gateway that does not run; without it, no API key is asked for."""
     source = click.get_current_context().get_parameter_source
     for name, option in BESIDE_TRITON.items():
         if source(name) is not ParameterSource.DEFAULT:
@@ -272,11 +261,7 @@ def _check_no_gateway_options() -> None:
 
 
 def _lock(flags: Sequence[str], file: Path) -> list[str]:
-    """The flags that ask for a file's key.
-
-    Raises:
-        click.UsageError: The file holds no key, or the flags lock already.
-    """
+    """The flags that ask for a file's key, which none of them does yet."""
     for name in (HTTP_RESTRICTED, GRPC_RESTRICTED):
         if any(flag.startswith(name.rstrip("=")) for flag in flags):
             raise click.UsageError(f"--admin-key-file sets {name.rstrip('=')}: give one of them")
@@ -289,11 +274,7 @@ def _lock(flags: Sequence[str], file: Path) -> list[str]:
 
 
 def _tls_of(flags: Sequence[str], values: Mapping[str, Any]) -> dict[str, Any]:
-    """What the gateway needs to reach a Triton whose flags ask for TLS: it trusts that server's own certificate.
-
-    Raises:
-        click.UsageError: The gateway has no certificate for a server that asks clients for one.
-    """
+    """What the gateway needs to reach a Triton whose flags ask for TLS: it trusts that server's own certificate."""
     is_mutual = flag_value(flags, MUTUAL_TLS) in TRUE
     if not is_mutual and flag_value(flags, TLS) not in TRUE:
         return {}
@@ -305,11 +286,7 @@ def _tls_of(flags: Sequence[str], values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_own_flags(flags: Sequence[str]) -> None:
-    """Refuse flags that the command sets itself.
-
-    Raises:
-        click.UsageError: There is one.
-    """
+    """Refuse flags that the command sets itself."""
     for flag in flags:
         own = OWN_FLAGS.get(flag.partition("=")[0])
         if own:
@@ -335,11 +312,7 @@ def _describe_ready(
     exit_on_error: bool,
     flags: Sequence[str],
 ) -> str:
-    """Show which folders are served, and why the others are not; returns what to say of those that are.
-
-    Raises:
-        ServerError: No folder is served, or one is not and `exit_on_error` is set.
-    """
+    """Show which folders are served, and why the others are not; returns what to say of those that are."""
     models = server.models()
     served = {folder.name for folder in model_folders(server.model_repository)}
     loaded = {model.name for model in models if model.state == "READY"}
@@ -384,12 +357,7 @@ def _show_failed(board: Board, reasons: Mapping[str, str]) -> None:
 
 
 def _wait(server: TritonServer, gateway: GatewayProcess | None, states: ModelStates) -> None:
-    """Wait until a signal comes.
-
-    Raises:
-        KeyboardInterrupt: It came.
-        ServerError: The server or the gateway has ended.
-    """
+    """Wait until a signal comes."""
     try:
         while server.is_running():
             states.update()

@@ -13,8 +13,8 @@ import pytest
 
 from hf_triton.errors import HfTritonError
 from hf_triton.settings import ModelSettings
-from hf_triton_cli.client.client import unknown_model
 from hf_triton_cli.client.markdown import markdown_stream, split_blocks
+from hf_triton_cli.client.running_triton import unknown_model
 from hf_triton_cli.client.status import read_metrics, triton_release
 from hf_triton_cli.commands import SECTIONS, cli, main
 from hf_triton_cli.lazy import HINTS

@@ -143,6 +143,6 @@ def test_exit_on_error_names_the_folder_and_exits(tmp_path: Path, make_folder: C
     make_folder(tmp_path / "repository", "mine", huggingface_model=DEMO)
     make_folder(tmp_path / "repository", "bad", huggingface_model="./nowhere")
     with running(str(tmp_path / "repository"), "--exit-on-error", output=tmp_path / "output") as serving:
-        assert serving.process.wait(timeout=120) == 1
+        assert serving.process.wait(timeout=120) == 3
         assert "bad: failed: path_not_found: " in serving.output()
         assert "error: server_failed: a model cannot be served, and --exit-on-error is set" in serving.output()

@@ -13,7 +13,7 @@ from hf_triton.testing import build_tiny_checkpoint
 from hf_triton_cli.serving.examples import model_on_demand, ready_text
 from hf_triton_gateway.gateway_config import GatewayConfig
 from tests.support.commands import Terminal, hf_triton
-from tests.support.serving import curl_lines, descendants, wait_until_gone
+from tests.support.serving import curl_lines, descendants, serve_until_exit, wait_until_gone
 from tests.support.tasks import save_task_checkpoint
 
 
@@ -126,10 +126,25 @@ def test_a_model_without_a_chat_template_completes_a_prompt(tmp_path: Path) -> N
     assert done.stdout.strip()
 
 
-@pytest.mark.full
-def test_a_folder_that_fails_is_one_sentence(tmp_path: Path) -> None:
-    assert hf_triton("new", "broken", "--model=/nowhere/at/all", f"--into={tmp_path}").returncode == 0
-    done = hf_triton("run", str(tmp_path / "broken"))
-    assert done.returncode == 1
-    [line] = done.stderr.splitlines()
-    assert line.startswith("error: server_failed: broken cannot be served: path_not_found: there is no folder ")
+@pytest.mark.parametrize(
+    ("settings", "code", "sentence"),
+    [
+        ({"huggingface_model": "/nowhere/at/all"}, 3, "path_not_found: there is no folder "),
+        ({"huggingface_model": "acme/tiny"}, 4, "hub_unavailable: acme/tiny is not cached, and the Hub at "),
+        ({"huggingface_model": "acme/tiny"}, 2, "it has no 1/model.py: "),
+    ],
+)
+def test_a_folder_that_fails_is_one_sentence_and_its_causes_exit_code(
+    settings: dict[str, str], code: int, sentence: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "repository" / "broken"
+    write_model_folder(folder, settings)
+    if code == 2:
+        (folder / "1" / "model.py").unlink()
+    environment = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "home")}
+    done = hf_triton("run", str(folder), **environment)
+    assert done.returncode == code
+    assert f"error: server_failed: broken cannot be served: {sentence}" in done.stderr
+    served = serve_until_exit(folder.parent, **environment)
+    assert served.returncode == code
+    assert "error: server_failed: no model is served" in served.stderr

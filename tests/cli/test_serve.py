@@ -269,14 +269,14 @@ def test_path_of_the_repository_and_host_may_be_any(tmp_path: Path, make_folder:
 def test_repository_without_a_loadable_model_is_an_error(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
     make_folder(tmp_path / "repository", "bad", huggingface_model="./nowhere")
     serving = Serving(str(tmp_path / "repository"), output=tmp_path / "output")
-    assert serving.process.wait(timeout=120) == 1
+    assert serving.process.wait(timeout=120) == 3
     assert "error: server_failed: no model is served" in serving.output()
 
 
 def test_server_is_not_started_if_all_folders_have_defects(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
     (make_folder(tmp_path / "repository", "bare", huggingface_model="./x") / "1" / "model.py").unlink()
     result = serve_until_exit(tmp_path / "repository")
-    assert (result.returncode, result.stdout) == (1, "")
+    assert (result.returncode, result.stdout) == (2, "")
     assert f"bare: failed: {REASONS['bare']}\nerror: server_failed: no model is served" in result.stderr
 
 

@@ -2,6 +2,7 @@
 """Folders appear in a model repository when they are complete, or not at all: Triton loads what it finds there."""
 
 import os
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from hf_triton.folders.staging import publish, staging_folder
-from tests.support.commands import COMMAND
+from tests.support.commands import COMMAND, in_process
+from tests.support.paths import ROOT
 from tests.support.sentence_checkpoints import save_sentence_model
 
 
@@ -50,6 +52,33 @@ def test_a_folder_is_written_beside_the_repository_and_moved(repository: Path) -
         publish(folder, repository / "mine")
     assert files_of(repository / "mine") == expected
     assert list(repository.parent.iterdir()) == [repository]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["new", "mine", "--model=acme/tiny", "--set=foo=1", "--into=made/repository"], 2),
+        (["export", "vllm", "ner", "--into=made/repository/mine"], 2),
+        (["pull", "/nowhere/at/all", "--into-folder=made/checkpoint"], 3),
+        (["new", "mine", "--model=acme/tiny", "--into=file/repository"], 2),
+    ],
+)
+def test_a_command_that_fails_leaves_nothing_behind(
+    arguments: list[str], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(ROOT / "ner", "ner")
+    Path("file").touch()
+    before = files_of(tmp_path)
+    done = in_process(*arguments)
+    assert (done.exit_code, done.output.count("error: ")) == (code, 1)
+    assert files_of(tmp_path) == before
+
+
+def test_a_folder_that_is_not_published_takes_the_parents_with_it(tmp_path: Path) -> None:
+    with staging_folder(tmp_path / "made" / "repository" / "mine") as staging:
+        write_folder(staging / "mine")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_moves_to_another_disk_and_its_config_last(tmp_path: Path, other_disk: Path) -> None:

@@ -21,7 +21,7 @@ from hf_triton.protocol.chat_request import MAX_MESSAGES, MAX_TOOLS
 from hf_triton.server import free_ports
 from hf_triton.settings import load_settings
 from hf_triton.testing import ARCHITECTURES, TritonServer
-from hf_triton_cli.serving.gateway import GatewayProcess
+from hf_triton_cli.serving.gateway_process import GatewayProcess
 from hf_triton_gateway.gateway_config import GatewayConfig
 from tests.support.client import post
 from tests.support.paths import PACKAGES, ROOT, load_script, sources

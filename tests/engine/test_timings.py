@@ -18,7 +18,7 @@ import pytest
 import hf_triton
 from hf_triton.engine.types import EngineLoad
 from hf_triton.hub.checkpoint import Placement, load_checkpoint
-from hf_triton.hub.resolve import Hub
+from hf_triton.hub.locate import Hub
 from hf_triton.model import TritonPythonModel
 from hf_triton.sampling.types import LogitsProcessor
 from hf_triton.settings import ModelSettings

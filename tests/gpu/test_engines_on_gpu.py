@@ -13,7 +13,7 @@ import torch
 
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.hub.checkpoint import Checkpoint, Placement, load_checkpoint
-from hf_triton.hub.resolve import Hub
+from hf_triton.hub.locate import Hub
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.sampler import sample_tokens
 from hf_triton.sampling.sequence_sampler import SequenceSampler

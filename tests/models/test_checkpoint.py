@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from hf_triton.errors import CODES, CheckpointError, LoadError, SettingsError
 from hf_triton.hub.checkpoint import Checkpoint, Placement, context_length, load_checkpoint
-from hf_triton.hub.resolve import Hub
+from hf_triton.hub.locate import Hub
 from hf_triton.protocol.names import TaskName
 from hf_triton.protocol.parameters import GenerationParameters
 from hf_triton.settings import DEFAULT_MODELS, ModelSettings

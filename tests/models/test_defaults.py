@@ -10,7 +10,7 @@ import pytest
 from hf_triton.engine.types import Observer
 from hf_triton.errors import CheckpointError, SettingsError
 from hf_triton.hub.checkpoint import Placement, load_checkpoint
-from hf_triton.hub.resolve import Hub
+from hf_triton.hub.locate import Hub
 from hf_triton.settings import ModelSettings
 from hf_triton.tasks.hooks import Hooks
 from hf_triton.tasks.text_generation.task import TextGeneration, build_text_generation

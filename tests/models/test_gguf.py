@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_triton.errors import CheckpointError
 from hf_triton.hub.checkpoint import Checkpoint, Placement, load_checkpoint
-from hf_triton.hub.resolve import Hub
+from hf_triton.hub.locate import Hub
 from hf_triton.settings import ModelSettings
 from tests.support.gguf import TEMPLATE, write_gguf
 

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hf_triton.errors import CheckpointError
-from hf_triton.folders.tensors import check_tensors
+from hf_triton.folders.tensor_check import check_tensors
 from hf_triton.hub.checkpoint import Checkpoint, Placement, load_checkpoint
+from hf_triton.hub.locate import Hub
 from hf_triton.hub.pretrained import load_config
-from hf_triton.hub.resolve import Hub
 from hf_triton.settings import ModelSettings
 from hf_triton.tasks.registry import task_class
 from hf_triton.testing import add_tensor, build_tiny_checkpoint

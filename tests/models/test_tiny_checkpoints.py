@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 import hf_triton.testing
 from hf_triton.hub.checkpoint import Placement, load_checkpoint
 from hf_triton.hub.kind import find_task
-from hf_triton.hub.resolve import Hub
+from hf_triton.hub.locate import Hub
 from hf_triton.settings import ModelSettings
 from hf_triton.tasks.encoding import build_encoder_service
 from hf_triton.tasks.registry import folder_task

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from hf_triton.errors import CheckpointError
+from hf_triton.hub.locate import Hub
 from hf_triton.hub.pretrained import load_tokenizer
-from hf_triton.hub.resolve import Hub
 from hf_triton.settings import ModelSettings
 from hf_triton.testing import LoopbackHub
 from tests.support.tokenizers import train_sentencepiece, write_opus_tokenizer

@@ -20,7 +20,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from hf_triton.errors import ServerError, SettingsError
 from hf_triton.server import ADMIN_HEADER, TritonServer, free_ports
-from hf_triton_cli.client.client import Triton
+from hf_triton_cli.client.running_triton import Triton
 from hf_triton_cli.commands import cli
 from hf_triton_gateway.app import build_app
 from hf_triton_gateway.gateway_config import GatewayConfig, TritonAddress

@@ -83,9 +83,6 @@ BROKEN = (
 CHATTY = """    def build_prompt(self, text):
         print("chatty: é")
         return text
-
-    def post_process(self, text):
-        return text
 """
 PICKY = """    def logits_processor(self):
         def process(token_ids, scores):
@@ -312,11 +309,6 @@ def test_failing_processor_affects_no_other_request(server: TritonServer) -> Non
 def test_output_of_a_hook_is_logged_at_once(server: TritonServer) -> None:
     assert ask(server, "chatty") == ask(server, "plain")
     assert "chatty: é\n" in server.read_log()
-
-
-def test_method_named_nearly_like_a_hook_is_logged(server: TritonServer) -> None:
-    line = "nothing uses 'post_process' of the folder's own 1/model.py: did you mean 'postprocess'?"
-    assert server.read_log().count(f"chatty: {line}") == 1
 
 
 def test_folder_that_cannot_load_says_why(server: TritonServer) -> None:

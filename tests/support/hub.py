@@ -4,7 +4,7 @@
 from pathlib import Path
 from typing import Any
 
-from hf_triton.hub.resolve import Hub
+from hf_triton.hub.locate import Hub
 from hf_triton.settings import ModelSettings
 
 MODEL, COMMIT = "org/model", "0123456789abcdef0123456789abcdef01234567"

@@ -16,7 +16,7 @@ import torch
 
 from hf_triton.errors import HfTritonError
 from hf_triton.hub.checkpoint import Placement, load_checkpoint
-from hf_triton.hub.resolve import Hub
+from hf_triton.hub.locate import Hub
 from hf_triton.protocol.tensor_values import Array
 from hf_triton.settings import ModelSettings
 from hf_triton.tasks.automatic_speech_recognition import SpeechRecognition

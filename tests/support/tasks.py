@@ -9,7 +9,7 @@ from typing import Any
 from hf_triton.encoder.forward import EncoderForward, build_forward
 from hf_triton.encoder.stacked import StackedForward
 from hf_triton.hub.checkpoint import Placement, load_checkpoint
-from hf_triton.hub.resolve import Hub
+from hf_triton.hub.locate import Hub
 from hf_triton.protocol.prompts import Limits
 from hf_triton.protocol.task_requests import encode_results, outputs_to_fill
 from hf_triton.protocol.tensor_values import Array, encode_strings

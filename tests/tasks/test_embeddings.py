@@ -16,7 +16,7 @@ import torch
 from hf_triton.encoder.forward import EncoderForward
 from hf_triton.errors import HfTritonError, LoadError, RequestError
 from hf_triton.hub.checkpoint import Placement, load_checkpoint
-from hf_triton.hub.resolve import Hub
+from hf_triton.hub.locate import Hub
 from hf_triton.protocol.prompts import Limits
 from hf_triton.protocol.task_requests import encode_results
 from hf_triton.protocol.tensor_values import Array, encode_strings

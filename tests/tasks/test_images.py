@@ -17,7 +17,7 @@ from hf_triton.encoder.engine import EncoderEngine
 from hf_triton.encoder.stacked import StackedForward
 from hf_triton.errors import CheckpointError, HfTritonError, RequestError
 from hf_triton.hub.kind import find_tasks, find_way
-from hf_triton.hub.resolve import Hub
+from hf_triton.hub.locate import Hub
 from hf_triton.settings import ModelSettings
 from hf_triton.tasks.registry import folder_task
 from hf_triton.testing import LoopbackHub

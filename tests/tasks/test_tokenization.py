@@ -10,7 +10,7 @@ import pytest
 
 from hf_triton.errors import LoadError, RequestError
 from hf_triton.hub.checkpoint import Placement, load_checkpoint
-from hf_triton.hub.resolve import Hub
+from hf_triton.hub.locate import Hub
 from hf_triton.protocol.task_requests import encode_results
 from hf_triton.protocol.tensor_values import Array, encode_strings
 from hf_triton.protocol.token_rows import TOKEN_INPUTS

@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 
 from hf_triton.errors import CheckpointError, RequestError
-from hf_triton.hub.resolve import ADAPTER_FILES
+from hf_triton.hub.locate import ADAPTER_FILES
 from hf_triton.runner.lora.adapters import Adapter
 from hf_triton.tasks.serving.adapters import NUM_LOADERS, AdapterStore, Waiter
 from tests.support.collector import Collector

@@ -20,7 +20,7 @@ from packaging.utils import canonicalize_name
 from hf_triton.errors import HfTritonError
 from hf_triton.extras import MODULES, MissingExtraError
 from hf_triton.hub.gguf_header import check_gguf
-from hf_triton.hub.graph import check_graph
+from hf_triton.hub.graph_facts import check_graph
 from hf_triton.hub.load_failures import QUANTIZED_PACKAGES, explain_load
 from hf_triton.hub.pretrained import load_image_processor
 from hf_triton.protocol.otlp import build_tracing

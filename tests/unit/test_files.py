@@ -11,7 +11,7 @@ import pytest
 from hf_triton.errors import LoadError
 from hf_triton.files import read_bytes, read_json
 from hf_triton.hub.kind import find_task
-from hf_triton.hub.resolve import Hub
+from hf_triton.hub.locate import Hub
 from hf_triton.settings import ModelSettings
 from tests.support.hub import build_hub, write_snapshot
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-import hf_triton
 from hf_triton.errors import HfTritonError
 from hf_triton.tasks.checked_hooks import CheckedHooks, check_hooks, checked_load
 from hf_triton.tasks.hooks import Hooks
@@ -22,15 +21,6 @@ RUDE = """    def build_prompt(self, text):
         if text == "long":
             return "word " * 100_000
         raise hf_triton.errors.RequestError(code, "our \\ud800 words")
-"""
-MISSPELT = """    def post_process(self, text):
-        return text
-
-    def buildPrompt(self, text):
-        return text
-
-    def make_prompt(self, text):
-        return text
 """
 
 
@@ -109,16 +99,7 @@ def test_load_that_fails_is_named(folder: Callable[[str], Any], body: str, sente
 def test_hook_that_is_no_method_is_refused(folder: Callable[[str], Any]) -> None:
     sentence = "hook_failed: logits_processor of the folder's own 1/model.py is not a method: define it with def"
     with pytest.raises(HfTritonError, match=sentence):
-        check_hooks(folder("    logits_processor = None\n"), hf_triton.TritonPythonModel)
-
-
-def test_names_that_resemble_a_hook_or_a_class_are_told(folder: Callable[[str], Any]) -> None:
-    sentences = check_hooks(folder(MISSPELT + "\n    task_clas = int\n"), hf_triton.TritonPythonModel)
-    similar = {"post_process": "postprocess", "buildPrompt": "build_prompt", "task_clas": "task_class"}
-    assert sorted(sentences) == sorted(
-        f"nothing uses '{name}' of the folder's own 1/model.py: did you mean '{hook}'?"
-        for name, hook in similar.items()
-    )
+        check_hooks(folder("    logits_processor = None\n"))
 
 
 @pytest.mark.parametrize(
@@ -134,7 +115,7 @@ def test_names_that_resemble_a_hook_or_a_class_are_told(folder: Callable[[str], 
 def test_hooks_take_the_arguments_that_they_get(folder: Callable[[str], Any], line: str, wanted: str | None) -> None:
     model = folder(f"    {line}:\n        return None\n")
     if wanted is None:
-        assert check_hooks(model, hf_triton.TritonPythonModel) == []
+        check_hooks(model)
         return
     with pytest.raises(HfTritonError, match=rf"must take \({wanted}\), as docs/hooks.md shows"):
-        check_hooks(model, hf_triton.TritonPythonModel)
+        check_hooks(model)

@@ -17,8 +17,8 @@ import pytest
 
 from hf_triton.errors import CheckpointError, HubError
 from hf_triton.hub.download import Downloader, remove_stale
-from hf_triton.hub.process import DownloadLimits, DownloadWatch, download
-from hf_triton.hub.resolve import TOKEN_VARIABLES, Hub
+from hf_triton.hub.download_parent import DownloadLimits, DownloadWatch, download
+from hf_triton.hub.locate import TOKEN_VARIABLES, Hub
 from hf_triton.hub.snapshot import unchecked_mark
 from hf_triton.hub.spec import CheckpointSpec
 from hf_triton.testing import LoopbackHub, flip_bit
@@ -197,7 +197,7 @@ def test_process_ends_with_its_parent(tmp_path: Path, loopback: LoopbackHub) -> 
     loopback.hang()
     code = (
         "import os, pathlib, sys\n"
-        "from hf_triton.hub.resolve import Hub\n"
+        "from hf_triton.hub.locate import Hub\n"
         "from hf_triton.settings import ModelSettings\n"
         f"Hub(pathlib.Path(sys.argv[1]), ModelSettings(huggingface_model={MODEL!r}), os.environ).resolve_model()"
     )
@@ -439,7 +439,7 @@ exec "$2" -c '
 import os, sys
 from pathlib import Path
 from hf_triton.errors import CheckpointError, HubError
-from hf_triton.hub.resolve import Hub
+from hf_triton.hub.locate import Hub
 from hf_triton.settings import ModelSettings
 
 folder = Path(sys.argv[1])

@@ -12,7 +12,7 @@ from hf_triton.errors import CheckpointError, LoadError
 from hf_triton.folders.model_folder import folder_name, model_settings
 from hf_triton.hub.gguf import choose_gguf
 from hf_triton.hub.gguf_header import check_gguf
-from hf_triton.hub.resolve import Hub
+from hf_triton.hub.locate import Hub
 from hf_triton.settings import ModelSettings, load_settings
 from hf_triton.testing import LoopbackHub
 

@@ -13,8 +13,8 @@ import pytest
 from hf_triton.errors import LoadError
 from hf_triton.hub.kind import TASKS_BY_TABLE, find_task, find_tasks
 from hf_triton.hub.load_failures import explain_load
+from hf_triton.hub.locate import Hub
 from hf_triton.hub.model_tables import model_tables, tables_of_class
-from hf_triton.hub.resolve import Hub
 from hf_triton.settings import ModelSettings
 from hf_triton.testing import LoopbackHub
 

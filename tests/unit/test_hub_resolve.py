@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from hf_triton.errors import CheckpointError, HfTritonError, HubError
-from hf_triton.hub.resolve import TOKEN_VARIABLES, Hub, is_offline
+from hf_triton.hub.locate import TOKEN_VARIABLES, Hub, is_offline
 from hf_triton.hub.spec import CheckpointSpec
 from tests.support.hub import CANARY, COMMIT, MODEL, build_hub, write_snapshot
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from hf_triton.errors import RequestError, as_own_error, where
-from hf_triton.hub.resolve import ADAPTER_FILES
+from hf_triton.hub.locate import ADAPTER_FILES
 from hf_triton.protocol.validation import suggest
 from hf_triton.settings import ADAPTER_NAME
 

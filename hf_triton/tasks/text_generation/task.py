@@ -46,7 +46,7 @@ from hf_triton.tasks.tokenizer_answers import TokenizerAnswers
 
 if TYPE_CHECKING:
     from hf_triton.hub.checkpoint import Checkpoint
-    from hf_triton.hub.resolve import Hub
+    from hf_triton.hub.locate import Hub
 
 NUM_TOKENIZER_THREADS = 4  # tokenizers run outside the interpreter's lock: a long prompt does not delay a short one
 NUM_HOOK_THREADS = 16  # `build_prompt` and `postprocess` may wait for other services

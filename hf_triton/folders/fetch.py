@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from hf_triton.errors import HubError
+from hf_triton.hub.download_parent import download
 from hf_triton.hub.gguf import SUFFIX, find_gguf
-from hf_triton.hub.process import download
-from hf_triton.hub.resolve import Hub
+from hf_triton.hub.locate import Hub
 from hf_triton.settings import ModelSettings
 
 Event = Mapping[str, Any]
@@ -33,15 +33,7 @@ def use_standard_cache() -> None:
 
 
 def fetch(model_folder: Path, settings: ModelSettings, progress: Progress) -> Path:
-    """Find a folder's checkpoint, or download it, as the model would; also its tokenizer if it has one of its own.
-
-    Args:
-        model_folder: Relative paths start there.
-        settings: The folder's.
-        progress: Shows it.
-
-    Returns:
-        The folder with the model's files.
+    """The folder of a model's files, found or downloaded as the model would; a tokenizer of its own is fetched too.
 
     Raises:
         HubError: It cannot be found or downloaded.

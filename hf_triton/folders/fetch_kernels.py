@@ -10,19 +10,15 @@ from pathlib import Path
 
 from hf_triton.errors import HubError
 from hf_triton.files import read_json
-from hf_triton.folders.download import in_typed_words
+from hf_triton.folders.fetch import in_typed_words
 from hf_triton.hub.kernels import LOCK, find_kernels, find_pulled, kernel_cache, quantization_of, read_lock, write_lock
-from hf_triton.hub.resolve import Hub
+from hf_triton.hub.locate import Hub
 from hf_triton.hub.snapshot import purge_damaged
 from hf_triton.settings import ModelSettings
 
 
 def fetch_kernels(model: str, settings: ModelSettings) -> Iterator[str]:
     """Fetch the kernels that a model needs at the commits of the lock file, which gets those that it lacks.
-
-    Args:
-        model: Its name as it was typed.
-        settings: Of a folder with the model.
 
     Yields:
         One line for each kernel, and for each line that the lock file gets.

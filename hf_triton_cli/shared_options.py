@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import click
@@ -27,6 +28,11 @@ def read_settings(context: click.Context, option: click.Parameter, values: Seque
     return settings
 
 
+def not_writable(folder: Path, error: OSError) -> click.UsageError:
+    """The error of a folder that `--into` cannot write to."""
+    return click.UsageError(f"{folder} cannot be written to ({error.strerror}): choose another folder with --into")
+
+
 SET: Final = click.option(
     "--set", "settings", multiple=True, metavar="KEY=VALUE", callback=read_settings, help="A setting. Repeatable."
 )
@@ -41,7 +47,6 @@ class CardName(click.ParamType[str]):
     name = "card"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """See click."""
         name = str(value).lower().replace("_", "-")
         if name != CPU and name not in CARDS:
             near = difflib.get_close_matches(name[:20], CARDS, n=1)

@@ -11,7 +11,7 @@ import difflib
 import functools
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
@@ -64,7 +64,7 @@ class Triton:
 
     @property
     def address(self) -> str:
-        """Of its gRPC, HOST:PORT."""
+        """HOST:PORT of its gRPC."""
         return self.endpoint.address
 
     @property
@@ -74,11 +74,7 @@ class Triton:
 
     @contextlib.contextmanager
     def connect(self) -> Iterator[InferenceServerClient]:
-        """A client whose failures are errors of ours.
-
-        Raises:
-            HfTritonError: A call failed.
-        """
+        """A client whose failures are errors of ours."""
         from tritonclient.grpc import InferenceServerClient
         from tritonclient.utils import InferenceServerException
 
@@ -94,6 +90,19 @@ class Triton:
         from hf_triton_gateway.triton.triton_models import TritonModels
 
         return TritonModels(self.endpoint, timeout_s)
+
+    @contextlib.asynccontextmanager
+    async def asked(self) -> AsyncIterator[TritonModels]:
+        """The client of `models`, closed at the end; its failures are errors of ours."""
+        from hf_triton_gateway.http.api_errors import ApiError
+
+        models = self.models()
+        try:
+            yield models
+        except ApiError as error:
+            raise self.api_error(error) from None
+        finally:
+            await models.close()
 
     def error(self, status: str, details: str) -> HfTritonError:
         """A failed call as an error of ours.

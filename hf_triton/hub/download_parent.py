@@ -44,17 +44,7 @@ def download(
     limits: DownloadLimits,
     on_event: Callable[[_Event], None] = lambda event: None,
 ) -> Path:
-    """Download a checkpoint; progress and retries are logged.
-
-    Args:
-        spec: The checkpoint.
-        cache_dir: A cache in the layout of the Hub's client.
-        environment: The process's, including the access token in HF_TOKEN.
-        limits: When to give up.
-        on_event: Gets each event, see `hf_triton.hub.download`.
-
-    Returns:
-        The snapshot folder, which has every needed file.
+    """Download a checkpoint; progress and retries are logged, and `on_event` gets each event of the process.
 
     Raises:
         HubError: The download failed or exceeded a limit.
@@ -84,13 +74,7 @@ def download(
 
 
 class DownloadWatch:
-    """Keeps the deadlines of a download and logs its progress.
-
-    Args:
-        name: The model, for messages.
-        limits: The deadlines.
-        clock: Seconds that only increase.
-    """
+    """Keeps the deadlines of a download and logs its progress."""
 
     def __init__(self, name: str, limits: DownloadLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._name, self._limits, self._clock = name, limits, clock
@@ -100,11 +84,7 @@ class DownloadWatch:
         self._last_warning = ""
 
     def remaining_s(self) -> float:
-        """Seconds until the next deadline.
-
-        Raises:
-            HubError: A deadline has passed.
-        """
+        """Seconds until the next deadline; a HubError if one has passed."""
         now, stalls_at = self._clock(), self._last_progress + self._limits.stall_s
         if now >= self._deadline:
             raise self._timeout("did not finish within", "download_timeout_s", self._limits.total_s)

@@ -20,20 +20,8 @@ CERTAIN: Final = ("weights_mismatch", "weights_not_safe")
 def check_tensors(folder: Path, config: Any, settings: ModelSettings, auto_class_name: str | None) -> bool:
     """Check names and shapes as a load does: by transformers' own loader, which puts the tensors on torch's `meta`.
 
-    Files are mapped into memory, and only their headers are read.
-
-    Args:
-        folder: The checkpoint.
-        config: The model's config.
-        settings: The folder's.
-        auto_class_name: The class of transformers for the task of an encoder; None for text generation.
-
-    Returns:
-        Whether it is known: not of what is quantised, GGUF files among it, nor of pickle files in torch's old form,
-        which would be read.
-
-    Raises:
-        CheckpointError: Tensors are missing, extra or of other shapes, in the sentence of a load.
+    Files are mapped into memory, and only their headers are read. False: they are not known, of what is quantised, GGUF
+    files among it, and of pickle files in torch's old form, which would be read.
     """
     if gguf_of(folder, settings):  # whose reader dequantises
         return False

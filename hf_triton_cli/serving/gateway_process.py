@@ -92,11 +92,7 @@ class GatewayProcess:
             return 0
 
     def check(self) -> None:
-        """Check that the process runs.
-
-        Raises:
-            ServerError: It has ended.
-        """
+        """Raise a ServerError if the process has ended."""
         status = None if self._process is None else self._process.poll()
         if status is not None:
             text = read_log(self._log) if isinstance(self._log, Path) else ""

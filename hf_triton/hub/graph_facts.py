@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 FACTS: Final = "graph.json"
 GRAPHS: Final = {"float32": "model.onnx", "int8": "model_int8.onnx"}
-"""By the setting `precision`; the names that repositories of the Hub have."""
+"""Files by the setting `precision`, named as in repositories of the Hub."""
 AGAIN: Final = "run `hf-triton optimize` on this machine"
 
 
@@ -31,9 +31,9 @@ class GraphFacts:
     num_positions: int | None
     """Tokens that it has position embeddings for; None: it computes positions."""
     processor: str
-    """On which it was measured; see `runner.graph.processor_of`."""
+    """What it was measured on, as `runner.graph.processor_of` names it."""
     version: str
-    """Of the runtime that it was measured with."""
+    """The runtime's that it was measured with."""
 
     def write(self, folder: Path) -> None:
         """Write them beside the graph."""
@@ -42,12 +42,6 @@ class GraphFacts:
 
 def load_graph(folder: Path, config: Any, settings: ModelSettings, device_id: int) -> GraphModel:
     """Load the graph that the settings name.
-
-    Args:
-        folder: Has graph and facts.
-        config: The checkpoint's.
-        settings: The folder's.
-        device_id: The GPU, of a runtime that computes on one.
 
     Raises:
         LoadError: It is broken, or made for another machine; or its runtime is not installed.

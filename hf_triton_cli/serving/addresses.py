@@ -15,11 +15,7 @@ PORT = click.IntRange(1, 65535)
 
 
 def check_host(host: str) -> None:
-    """Check that a server can listen on the address of `--host`.
-
-    Raises:
-        click.UsageError: It is none of this machine.
-    """
+    """Refuse a `--host` that is no address of this machine."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
@@ -31,11 +27,7 @@ def check_host(host: str) -> None:
 
 
 def check_ports(ports: Mapping[str, int]) -> None:
-    """Check that ports, by option, are different and free.
-
-    Raises:
-        click.UsageError: Two are equal, or some are in use.
-    """
+    """Refuse ports, by option, that are equal or in use."""
     options = _listed(list(ports))
     if len(set(ports.values())) < len(ports):
         numbers = ", ".join(map(str, ports.values()))

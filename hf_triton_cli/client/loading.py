@@ -14,7 +14,7 @@ import click
 from hf_triton.errors import HfTritonError, ServerError
 from hf_triton.protocol.load_reasons import first_sentence
 from hf_triton.protocol.names import DOOR_SUFFIX
-from hf_triton_cli.client.client import READY, Triton, complete_models, triton_options, unknown_model
+from hf_triton_cli.client.running_triton import READY, Triton, complete_models, triton_options, unknown_model
 from hf_triton_gateway.triton.triton_words import says
 
 POLL_S: Final = 0.2
@@ -64,11 +64,7 @@ def unload(name: str, triton: Triton, timeout: float) -> None:
 
 
 def _require_folder(server: Triton, name: str) -> list[str]:
-    """The folder of the stream door that goes with a model, if the repository has one.
-
-    Raises:
-        ServerError: There is no such model.
-    """
+    """The folder of a known model's stream door, if the repository has one."""
     names = sorted({entry.name for entry in server.index()})
     if name not in names:
         raise unknown_model(name, names)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
-from hf_triton.hub.graph import check_graph
+from hf_triton.hub.graph_facts import check_graph
 from hf_triton.hub.pretrained import gguf_of, is_quantized, loading
 from hf_triton.hub.sizes import build_on_meta, read_safetensors_header, read_stored
 from hf_triton.hub.snapshot import weight_files
@@ -22,12 +22,8 @@ def loaded_bytes(
 ) -> int | None:
     """Bytes of a checkpoint's weights in the dtype that they are loaded in; None: nothing on disk says.
 
-    Args:
-        folder: The checkpoint.
-        config: The model's config.
-        model: See `build_without_weights`. Files may hold tied tensors twice, and those of another head.
-        settings: The dtype.
-        from_files: Whether the files have the dtypes and shapes that are loaded.
+    `model` is that of `build_without_weights`, since files may hold tied tensors twice, and those of another head;
+    `from_files` says whether files have the dtypes and shapes that are loaded.
 
     Raises:
         LoadError: A file is damaged, or a graph is not for this machine.
@@ -44,7 +40,7 @@ def loaded_bytes(
 
 
 def _bytes_in_safetensors(folder: Path, config: Any, settings: ModelSettings) -> int | None:
-    """By the headers of the files; a quantised checkpoint keeps its dtypes."""
+    """Count by the headers of the files; a quantised checkpoint keeps its dtypes."""
     names = weight_files(folder, [path.name for path in folder.iterdir()], allow_pickle=False)
     loaded = None if is_quantized(config) else BYTES.get(dtype_name(config, settings))
     total = 0
@@ -57,11 +53,7 @@ def _bytes_in_safetensors(folder: Path, config: Any, settings: ModelSettings) ->
 
 
 def read_dtype(folder: Path, config: Any, settings: ModelSettings) -> None:
-    """Give a config that states no dtype the one of the checkpoint's files, as a load does.
-
-    Raises:
-        CheckpointError: A file is damaged.
-    """
+    """Give a config that states no dtype the one of the checkpoint's files, as a load does."""
     from transformers.modeling_utils import get_state_dict_dtype, load_state_dict
 
     if config.dtype is not None or settings.load_format != "auto" or gguf_of(folder, settings):
@@ -73,14 +65,7 @@ def read_dtype(folder: Path, config: Any, settings: ModelSettings) -> None:
 
 
 def build_without_weights(kind: Any, folder: Path, config: Any, settings: ModelSettings) -> Any:
-    """A model on torch's device `meta`, in the dtype that it is loaded in, in eval mode.
-
-    Returns:
-        None: transformers has none, but the repository's own code.
-
-    Raises:
-        LoadError: Its config cannot be one of a model.
-    """
+    """A model on torch's device `meta`, in eval mode and its dtype; None: transformers has none, but the own code."""
     import torch
 
     if type(config) not in kind._model_mapping:

@@ -18,20 +18,11 @@ from hf_triton.hub.snapshot import weight_files
 from hf_triton.settings import ModelSettings
 
 BLOCK: Final = (128, 128)
-"""Of a config that does not say."""
+"""The blocks where a config does not say."""
 
 
 def check_scales(folder: Path, quantization: Mapping[str, Any], settings: ModelSettings) -> None:
-    """Refuse weights without scales, or with scales for other blocks. Headers are read, and no weights.
-
-    Args:
-        folder: The checkpoint.
-        quantization: The config of its quantisation.
-        settings: The model's.
-
-    Raises:
-        CheckpointError: There is one; the message names its tensor.
-    """
+    """Refuse weights without scales, or with scales for other blocks, by name. Headers are read, and no weights."""
     method, block = quantization.get("quant_method"), quantization.get("weight_block_size", BLOCK)
     if method not in ("fp8", "mxfp4"):
         return

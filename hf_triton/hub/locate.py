@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a model's name to a folder on disk: caches first, then the Hub. Loads nothing and reads no weights.
+"""Finds a model's folder by its name: in caches first, then on the Hub. Loads nothing and reads no weights.
 
 transformers 5 ignores TRANSFORMERS_CACHE, and tools disagree on the variable of the access token; both are read here.
 """
@@ -17,10 +17,10 @@ from typing import Final
 
 from hf_triton.errors import CheckpointError, HubError, SettingsError
 from hf_triton.files import ADAPTER_IS_PICKLE, ADAPTER_PICKLE
+from hf_triton.hub.download_parent import DownloadLimits, download
 from hf_triton.hub.failures import FOLDER_HINT
 from hf_triton.hub.gguf import SUFFIX, find_gguf
 from hf_triton.hub.kind import describe_other_kind
-from hf_triton.hub.process import DownloadLimits, download
 from hf_triton.hub.snapshot import (
     check_regular,
     check_weights_named,
@@ -87,11 +87,7 @@ class Hub:
         return folder
 
     def fetch_config(self) -> None:
-        """Download the model's small files, which say what it does, unless they are on disk.
-
-        Raises:
-            LoadError: They cannot be found or downloaded.
-        """
+        """Download the model's small files, which say what it does, unless they are on disk."""
         spec = self._model_spec(needs_weights=False)
         if self._settings.gguf_file is None and not spec.is_local and self.find_config_folder() is None:
             self._resolve(spec)
@@ -142,20 +138,12 @@ class Hub:
         )
 
     def resolve_adapter(self, source: str) -> Path:
-        """Return the folder of a LoRA adapter, see `resolve_model`.
-
-        Args:
-            source: A Hub name, with `@REVISION` or without, or a path.
-        """
+        """The folder of a LoRA adapter, of a Hub name, with `@REVISION` or without, or a path."""
         name, _, revision = source.partition("@") if not CheckpointSpec(source).is_local else (source, "", "")
         return self._resolve(CheckpointSpec(name, revision or "main", setting="adapters", files=ADAPTER_FILES))
 
     def fetch_kernel(self, kernel: CheckpointSpec, cache: Path) -> Path:
-        """Download a kernel of the Hub; returns its folder in the cache.
-
-        Raises:
-            LoadError: It cannot be downloaded.
-        """
+        """Download a kernel of the Hub; returns its folder in the cache."""
         if is_offline(self._environment):
             raise HubError(
                 "offline_and_not_cached",
@@ -291,11 +279,7 @@ class Hub:
         return _expand_home(os.path.expandvars(home)) / "hub"
 
     def _writable_cache(self, spec: CheckpointSpec) -> Path:
-        """The cache to download to: a named one, or the standard one if it exists, else `hf_cache`.
-
-        Raises:
-            HubError: None of them is writable.
-        """
+        """The first writable cache to download to: a named one, the standard one if it exists, `hf_cache`."""
         standard = self._standard_cache()
         candidates = self._named_caches() or [
             *([standard] if os.path.isdir(standard) else []),
