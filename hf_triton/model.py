@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from hf_triton.hub.checkpoint import Checkpoint
     from hf_triton.hub.resolve import Hub
     from hf_triton.protocol.task_declaration import TaskDeclaration
-    from hf_triton.tasks.declared_task import DeclaredTask
     from hf_triton.tasks.encoder_task import EncoderTask
     from hf_triton.tasks.interface import LoadedTask, ResponseConfig
     from hf_triton.tasks.serving.meter import Meter
-    from hf_triton.triton_backend.service import Service
+    from hf_triton.tasks.task import DeclaredTask
+    from hf_triton.triton_backend.dispatcher import Service
 
 check_extras("hf_triton.TritonPythonModel", "model")
 logger = logging.getLogger(__name__)
@@ -157,10 +157,10 @@ def start_service(
     from hf_triton.tasks.serving.tracing import build_request_tracer
     from hf_triton.triton_backend.cancellation import RequestPoller
     from hf_triton.triton_backend.config import count_instances
+    from hf_triton.triton_backend.dispatcher import Service
     from hf_triton.triton_backend.forwarded_headers import find_forwarded_headers
     from hf_triton.triton_backend.metrics_sink import MetricsSink
     from hf_triton.triton_backend.process import freeze_objects
-    from hf_triton.triton_backend.service import Service
 
     name, version, settings = args["model_name"], args["model_version"], model.settings
     for sentence in check_hooks(type(model), TritonPythonModel):
@@ -201,7 +201,7 @@ def start_text_generation(hooks: Hooks, settings: ModelSettings, args: Mapping[s
     from hf_triton.hub.resolve import Hub
     from hf_triton.tasks.text_generation.chat_template import load_chat_template
     from hf_triton.tasks.text_generation.response_template import load_response_template
-    from hf_triton.tasks.text_generation.task import build_text_generation
+    from hf_triton.tasks.text_generation.service import build_text_generation
     from hf_triton.triton_backend.process import stop_server
     from hf_triton.triton_backend.request import takes_response_parameters
 

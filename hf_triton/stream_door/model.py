@@ -14,7 +14,7 @@ from hf_triton.settings import DoorSettings
 from hf_triton.tasks.hooks import HOOKS
 
 if TYPE_CHECKING:
-    from hf_triton.triton_backend.service import Service
+    from hf_triton.triton_backend.dispatcher import Service
 
 
 class StreamDoor:
@@ -52,9 +52,9 @@ class StreamDoor:
         from hf_triton.tasks.serving.meter import Meter
         from hf_triton.triton_backend.cancellation import RequestPoller
         from hf_triton.triton_backend.config import load_failures, read_settings, response_config
+        from hf_triton.triton_backend.dispatcher import Service
         from hf_triton.triton_backend.forwarded_headers import find_forwarded_headers
         from hf_triton.triton_backend.process import Sentinel, loading_process
-        from hf_triton.triton_backend.service import Service
 
         with loading_process(args["model_name"]), load_failures():
             model_config = json.loads(args["model_config"])

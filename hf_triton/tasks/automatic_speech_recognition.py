@@ -19,7 +19,7 @@ from hf_triton.protocol.task_declaration import AUDIO, DeclaredOptions, TaskDecl
 from hf_triton.protocol.task_requests import TaskResult
 from hf_triton.sentence import param, remedy
 from hf_triton.tasks.audio import import_soundfile
-from hf_triton.tasks.declared_task import DeclaredTask
+from hf_triton.tasks.task import DeclaredTask
 
 if TYPE_CHECKING:
     from pathlib import Path

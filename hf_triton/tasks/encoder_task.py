@@ -25,7 +25,7 @@ from hf_triton.protocol.task_requests import Row, TaskRequest, TaskResult, read_
 from hf_triton.protocol.tensors import Array
 from hf_triton.protocol.token_rows import TokenRow
 from hf_triton.sentence import param, remedy
-from hf_triton.tasks.declared_task import DeclaredTask
+from hf_triton.tasks.task import DeclaredTask
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from hf_triton.hub.sentence_files import TransformerConfig
     from hf_triton.hub.sentence_modules import SentenceModules
     from hf_triton.settings import ModelSettings
-    from hf_triton.tasks.encoding import EncoderService
+    from hf_triton.tasks.encoder_service import EncoderService
     from hf_triton.tasks.serving.meter import Meter
 
 
@@ -106,7 +106,7 @@ class EncoderTask(DeclaredTask, ABC, Generic[Options]):
         hub: Hub | None = None,
     ) -> EncoderService:
         """See `DeclaredTask`."""
-        from hf_triton.tasks.encoding import build_encoder_service
+        from hf_triton.tasks.encoder_service import build_encoder_service
 
         return build_encoder_service(cls, checkpoint, settings, on_fatal=on_fatal, meter=meter, hub=hub)
 

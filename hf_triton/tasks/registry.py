@@ -14,7 +14,7 @@ from hf_triton.hub.resolve import Hub
 from hf_triton.settings import ModelSettings
 
 if TYPE_CHECKING:
-    from hf_triton.tasks.declared_task import DeclaredTask
+    from hf_triton.tasks.task import DeclaredTask
 
 ENCODER_TASKS: Final[dict[str, str]] = {
     "embeddings": "Embeddings",
@@ -89,7 +89,7 @@ def _check_own(own: object) -> None:
         SettingsError: Says what a task class is.
     """
     from hf_triton.protocol.task_declaration import TaskDeclaration
-    from hf_triton.tasks.declared_task import DeclaredTask
+    from hf_triton.tasks.task import DeclaredTask
 
     if not (isinstance(own, type) and issubclass(own, DeclaredTask)):
         raise SettingsError(

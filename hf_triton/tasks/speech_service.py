@@ -31,7 +31,7 @@ from hf_triton.protocol.tensors import Array
 from hf_triton.sentence import param
 from hf_triton.tasks.audio import Samples, read_audio
 from hf_triton.tasks.automatic_speech_recognition import SpeechOptions, SpeechRecognition
-from hf_triton.tasks.engine_task import EngineTask
+from hf_triton.tasks.engine_service import EngineTask
 from hf_triton.tasks.interface import ResponseConfig, model_info
 from hf_triton.tasks.serving.admission import request_limits
 from hf_triton.tasks.serving.meter import Meter

@@ -29,7 +29,7 @@ from hf_triton.tasks.interface import ResponseConfig
 from hf_triton.tasks.serving.meter import Meter, MetricsMeter
 from hf_triton.tasks.serving.metrics import LATENCY, QUEUE_TIME, TIME_TO_FIRST_TOKEN, Metric
 from hf_triton.tasks.serving.sender import ResponseSender
-from hf_triton.tasks.text_generation.task import build_text_generation
+from hf_triton.tasks.text_generation.service import build_text_generation
 from hf_triton.testing import build_tiny_checkpoint
 from hf_triton.triton_backend.cancellation import RequestPoller
 from tests.support.triton_stand_in import Request as BareRequest
@@ -132,7 +132,7 @@ def start(request: pytest.FixtureRequest, checkpoint: Path, door: Any) -> Iterat
     started: list[TritonPythonModel] = []
 
     def start(meter: Meter, *, is_decoupled: bool = False) -> TritonPythonModel:
-        from hf_triton.triton_backend.service import Service
+        from hf_triton.triton_backend.dispatcher import Service
 
         settings = ModelSettings(huggingface_model=str(checkpoint), engine=request.param, max_num_seqs=1)
         hub = Hub(checkpoint, settings, {})

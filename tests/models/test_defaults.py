@@ -13,7 +13,7 @@ from hf_triton.hub.checkpoint import Placement, load_checkpoint
 from hf_triton.hub.resolve import Hub
 from hf_triton.settings import ModelSettings
 from hf_triton.tasks.hooks import Hooks
-from hf_triton.tasks.text_generation.task import TextGeneration, build_text_generation
+from hf_triton.tasks.text_generation.service import TextGeneration, build_text_generation
 from hf_triton.testing import build_tiny_checkpoint
 
 

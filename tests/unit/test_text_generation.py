@@ -32,7 +32,7 @@ from hf_triton.tasks.text_generation.detokenizer import TextStream
 from hf_triton.tasks.text_generation.prepare import PromptPreparer
 from hf_triton.tasks.text_generation.resolve import PromptDefaults
 from hf_triton.tasks.text_generation.response_template import MessageFormat
-from hf_triton.tasks.text_generation.task import NUM_HOOK_THREADS, TextGeneration
+from hf_triton.tasks.text_generation.service import NUM_HOOK_THREADS, TextGeneration
 from hf_triton.tasks.text_generation.tokenizer import TextCodec
 from tests.support.collector import Collector, config_of
 from tests.support.tokenizers import codec_of, raw_ids, tokenizer_of

@@ -26,7 +26,7 @@ from hf_triton.protocol.task_requests import Row, TaskRequest, encode_results, o
 from hf_triton.protocol.tensors import Array
 from hf_triton.protocol.token_rows import TokenRow
 from hf_triton.tasks.encoder_task import EncodedRow, EncoderTask
-from hf_triton.tasks.engine_task import EngineTask
+from hf_triton.tasks.engine_service import EngineTask
 from hf_triton.tasks.image_task import ImageTask
 from hf_triton.tasks.interface import ResponseConfig, model_info
 from hf_triton.tasks.serving.adapters import AdapterStore

@@ -29,7 +29,7 @@ from hf_triton.runner.gpu_memory import WHOLE_GPU, GpuPart
 from hf_triton.sentence import param
 from hf_triton.settings import ModelSettings
 from hf_triton.tasks.checked_hooks import CheckedHooks
-from hf_triton.tasks.engine_task import EngineTask
+from hf_triton.tasks.engine_service import EngineTask
 from hf_triton.tasks.hooks import Hooks
 from hf_triton.tasks.interface import ResponseConfig, model_info
 from hf_triton.tasks.serving.adapters import AdapterStore
