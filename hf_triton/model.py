@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from hf_triton.tasks.encoder_task import EncoderTask
     from hf_triton.tasks.interface import LoadedTask, ResponseConfig
     from hf_triton.tasks.serving.meter import Meter
-    from hf_triton.tasks.task import DeclaredTask
-    from hf_triton.triton_backend.dispatcher import Service
+    from hf_triton.tasks.task import Task
+    from hf_triton.triton_backend.dispatcher import Dispatcher
 
 check_extras("hf_triton.TritonPythonModel", "model")
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class TritonPythonModel(Hooks):
 
     settings: ModelSettings
 
-    _service: Service
+    _dispatcher: Dispatcher
 
     @classmethod
     def auto_complete_config(cls, auto_complete_model_config: Any) -> Any:
@@ -97,8 +97,8 @@ class TritonPythonModel(Hooks):
             # In a thread that ends, and its OpenMP threads with it: beside a second set of them, the engine's would
             # sleep between any two operations, which makes a step on two cores a third slower.
             with ThreadPoolExecutor(1, thread_name_prefix="hf_triton-load") as loader:
-                self._service = loader.submit(start_service, self, task, responses, args).result()
-        self._service.closers = (Sentinel(args["model_name"]).dismiss, *self._service.closers)
+                self._dispatcher = loader.submit(start_dispatcher, self, task, responses, args).result()
+        self._dispatcher.closers = (Sentinel(args["model_name"]).dismiss, *self._dispatcher.closers)
 
     def execute(self, requests: list[Any]) -> None:
         """Start every request and return at once; each is answered when its completions are finished.
@@ -106,20 +106,18 @@ class TritonPythonModel(Hooks):
         Args:
             requests: Triton's `InferenceRequest`s.
         """
-        self._service.execute(requests)
+        self._dispatcher.execute(requests)
 
     def finalize(self) -> None:
         """Answer the requests that are left and release the model. Triton calls this when no request is in flight."""
-        self._service.close()
+        self._dispatcher.close()
 
     def is_ready(self) -> bool:
         """Whether the model can take requests; servers from 26.03 on ask."""
-        return self._service.task.is_healthy()
+        return self._dispatcher.service.is_healthy()
 
 
-def declared_task(
-    own: type[DeclaredTask] | None, settings: ModelSettings, model_folder: Path
-) -> TaskDeclaration | None:
+def declared_task(own: type[Task] | None, settings: ModelSettings, model_folder: Path) -> TaskDeclaration | None:
     """What the folder's task takes and gives; None for text generation. Arguments as `folder_task` has them.
 
     What a checkpoint of the Hub does stands in its small files, which are downloaded if no cache has them.
@@ -136,9 +134,9 @@ def declared_task(
     return None if task is None else task.declaration
 
 
-def start_service(
-    model: TritonPythonModel, task_class: type[DeclaredTask] | None, config: ResponseConfig, args: Mapping[str, str]
-) -> Service:
+def start_dispatcher(
+    model: TritonPythonModel, task_class: type[Task] | None, config: ResponseConfig, args: Mapping[str, str]
+) -> Dispatcher:
     """Load the checkpoint and start a folder's task, its metrics and its side of the stream door.
 
     Args:
@@ -157,7 +155,7 @@ def start_service(
     from hf_triton.tasks.serving.tracing import build_request_tracer
     from hf_triton.triton_backend.cancellation import RequestPoller
     from hf_triton.triton_backend.config import count_instances
-    from hf_triton.triton_backend.dispatcher import Service
+    from hf_triton.triton_backend.dispatcher import Dispatcher
     from hf_triton.triton_backend.forwarded_headers import find_forwarded_headers
     from hf_triton.triton_backend.metrics_sink import MetricsSink
     from hf_triton.triton_backend.process import freeze_objects
@@ -173,7 +171,7 @@ def start_service(
     task = start(model, settings, args, meter)
     meter.start(task.load)
     poller, tracer = RequestPoller(), build_request_tracer(os.environ, name)
-    service = Service(
+    service = Dispatcher(
         task,
         config,
         poller=poller,
@@ -196,7 +194,7 @@ def start_service(
 
 
 def start_text_generation(hooks: Hooks, settings: ModelSettings, args: Mapping[str, str], meter: Meter) -> LoadedTask:
-    """Load a checkpoint that generates text and start its engine. Arguments and errors as in `start_service`."""
+    """Load a checkpoint that generates text and start its engine. Arguments and errors as in `start_dispatcher`."""
     from hf_triton.hub.neighbours import gpu_part
     from hf_triton.hub.resolve import Hub
     from hf_triton.tasks.text_generation.chat_template import load_chat_template
@@ -225,9 +223,9 @@ def start_text_generation(hooks: Hooks, settings: ModelSettings, args: Mapping[s
 
 
 def start_declared(
-    task_class: type[DeclaredTask], hooks: Hooks, settings: ModelSettings, args: Mapping[str, str], meter: Meter
+    task_class: type[Task], hooks: Hooks, settings: ModelSettings, args: Mapping[str, str], meter: Meter
 ) -> LoadedTask:
-    """Load the model of a task and start its engine. Arguments and errors as in `start_service`."""
+    """Load the model of a task and start its engine. Arguments and errors as in `start_dispatcher`."""
     from hf_triton.hub.resolve import Hub
     from hf_triton.tasks.checked_hooks import check_encoder_hooks
     from hf_triton.triton_backend.process import stop_server

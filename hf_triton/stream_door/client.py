@@ -185,7 +185,7 @@ class _Link:
 
 
 class Engines:
-    """The engines of one model, in any process of this server; a `Task`, as far as Triton's side can see.
+    """The engines of one model, in any process of this server; a `RequestService`, as far as Triton's side can see.
 
     Args:
         model_name: The model.

@@ -19,7 +19,7 @@ from hf_triton.protocol.task_declaration import AUDIO, DeclaredOptions, TaskDecl
 from hf_triton.protocol.task_requests import TaskResult
 from hf_triton.sentence import param, remedy
 from hf_triton.tasks.audio import import_soundfile
-from hf_triton.tasks.task import DeclaredTask
+from hf_triton.tasks.task import Task
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -73,8 +73,8 @@ class SpeechOptions(DeclaredOptions):
     """Maximum number of tokens to generate for each window of 30 s. By default as many as the model can."""
 
 
-class SpeechRecognition(DeclaredTask):
-    """See `DeclaredTask`. Its methods are called from several threads.
+class SpeechRecognition(Task):
+    """See `Task`. Its methods are called from several threads.
 
     Args:
         checkpoint: Model, tokenizer and the checkpoint's folder.
@@ -106,12 +106,12 @@ class SpeechRecognition(DeclaredTask):
 
     @classmethod
     def check_config(cls, config: Any, settings: ModelSettings) -> None:
-        """See `DeclaredTask`."""
+        """See `Task`."""
         import_soundfile()
 
     @classmethod
     def check_files(cls, folder: Path, settings: ModelSettings) -> None:
-        """See `DeclaredTask`."""
+        """See `Task`."""
         _load_extractor(folder, settings)
 
     @classmethod
@@ -124,7 +124,7 @@ class SpeechRecognition(DeclaredTask):
         meter: Meter,
         hub: Hub | None = None,
     ) -> SpeechService:
-        """See `DeclaredTask`."""
+        """See `Task`."""
         from hf_triton.tasks.speech_service import build_speech_service
 
         return build_speech_service(cls(checkpoint, settings), checkpoint, settings, on_fatal=on_fatal, meter=meter)

@@ -26,7 +26,7 @@ from hf_triton.protocol.task_requests import Row, TaskRequest, encode_results, o
 from hf_triton.protocol.tensors import Array
 from hf_triton.protocol.token_rows import TokenRow
 from hf_triton.tasks.encoder_task import EncodedRow, EncoderTask
-from hf_triton.tasks.engine_service import EngineTask
+from hf_triton.tasks.engine_service import EngineService
 from hf_triton.tasks.image_task import ImageTask
 from hf_triton.tasks.interface import ResponseConfig, model_info
 from hf_triton.tasks.serving.adapters import AdapterStore
@@ -49,8 +49,8 @@ NUM_THREADS: Final = 4  # tokenizers run outside the interpreter's lock
 MAX_INLINE_CHARACTERS: Final = 1000  # of a row that is tokenized in the caller's thread: less than a thread costs
 
 
-class EncoderService(EngineTask["_Response"]):
-    """Answers requests by the task of an encoder; see `Task`.
+class EncoderService(EngineService["_Response"]):
+    """Answers requests by the task of an encoder; see `RequestService`.
 
     Args:
         task: What happens around the forward passes.
@@ -80,7 +80,7 @@ class EncoderService(EngineTask["_Response"]):
         self._meter = meter
 
     def submit(self, request: InferenceRequest, config: ResponseConfig) -> None:
-        """Check a request and start it, see `Task`."""
+        """Check a request and start it, see `RequestService`."""
         checked = self._task.read(request.inputs(), request.parameters, self._limits)
         if config.is_batching:
             checked = dataclasses.replace(checked, shape=(len(checked.rows), 1))

@@ -25,7 +25,7 @@ from hf_triton.protocol.task_requests import Row, TaskRequest, TaskResult, read_
 from hf_triton.protocol.tensors import Array
 from hf_triton.protocol.token_rows import TokenRow
 from hf_triton.sentence import param, remedy
-from hf_triton.tasks.task import DeclaredTask
+from hf_triton.tasks.task import Task
 
 if TYPE_CHECKING:
     import torch
@@ -54,8 +54,8 @@ class EncodedRow:
     """The task's own."""
 
 
-class EncoderTask(DeclaredTask, ABC, Generic[Options]):
-    """A task of an encoder, see `DeclaredTask`. Its methods are called from several threads.
+class EncoderTask(Task, ABC, Generic[Options]):
+    """A task of an encoder, see `Task`. Its methods are called from several threads.
 
     Attributes:
         model_outputs: The fields of the model's output that it needs: `logits`, `last_hidden_state`, ...
@@ -105,7 +105,7 @@ class EncoderTask(DeclaredTask, ABC, Generic[Options]):
         meter: Meter,
         hub: Hub | None = None,
     ) -> EncoderService:
-        """See `DeclaredTask`."""
+        """See `Task`."""
         from hf_triton.tasks.encoder_service import build_encoder_service
 
         return build_encoder_service(cls, checkpoint, settings, on_fatal=on_fatal, meter=meter, hub=hub)

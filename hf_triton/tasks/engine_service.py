@@ -21,8 +21,8 @@ from hf_triton.tasks.tokenizer_answers import TokenizerAnswers
 Response = TypeVar("Response", bound=PendingResponse)
 
 
-class EngineTask(ABC, Generic[Response]):
-    """Admits requests and prepares them, see `Task`.
+class EngineService(ABC, Generic[Response]):
+    """Admits requests and prepares them, see `RequestService`.
 
     Args:
         engine: Computes. It is closed with this task.

@@ -45,7 +45,7 @@ class ResponseConfig:
         return requested if len(requested) < len(self.output_names) else []
 
 
-class Task(Protocol):
+class RequestService(Protocol):
     """What a model does with a request: text generation, embeddings, ..."""
 
     def submit(self, request: InferenceRequest, config: ResponseConfig) -> None:
@@ -91,7 +91,7 @@ def model_info(checkpoint: Checkpoint, settings: ModelSettings, *, task: str, en
     )
 
 
-class LoadedTask(Task, Protocol):
+class LoadedTask(RequestService, Protocol):
     """The task of a folder with a model of its own."""
 
     info: ModelInfo | None

@@ -31,7 +31,7 @@ from hf_triton.protocol.tensors import Array
 from hf_triton.sentence import param
 from hf_triton.tasks.audio import Samples, read_audio
 from hf_triton.tasks.automatic_speech_recognition import SpeechOptions, SpeechRecognition
-from hf_triton.tasks.engine_service import EngineTask
+from hf_triton.tasks.engine_service import EngineService
 from hf_triton.tasks.interface import ResponseConfig, model_info
 from hf_triton.tasks.serving.admission import request_limits
 from hf_triton.tasks.serving.meter import Meter
@@ -53,8 +53,8 @@ SECONDS_PER_PROMPT: Final = 10
 """As how many waiting prompts audio counts, by its file and then by its samples: a megabyte for each, or less."""
 
 
-class SpeechService(EngineTask["_Response"]):
-    """Answers requests with transcripts; see `Task`.
+class SpeechService(EngineService["_Response"]):
+    """Answers requests with transcripts; see `RequestService`.
 
     Args:
         task: What is asked of the model, and what its tokens say.
@@ -87,7 +87,7 @@ class SpeechService(EngineTask["_Response"]):
         self._pools.append(self._answers)
 
     def submit(self, request: InferenceRequest, config: ResponseConfig) -> None:
-        """Check a request and start it, see `Task`."""
+        """Check a request and start it, see `RequestService`."""
         declaration = self._task.declaration
         checked = read_task_request(declaration, SpeechOptions, request.inputs(), request.parameters, self._limits)
         if config.is_batching:
@@ -238,7 +238,7 @@ def build_speech_service(
     on_fatal: Callable[[], None],
     meter: Meter,
 ) -> SpeechService:
-    """The service of a loaded checkpoint, its engine running. Arguments as `DeclaredTask.start` has them."""
+    """The service of a loaded checkpoint, its engine running. Arguments as `Task.start` has them."""
     from hf_triton.engine.speech_engine import SpeechEngine
     from hf_triton.runner.dtypes import leave_slow_dtype
 

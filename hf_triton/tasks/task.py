@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeclaredTask: a task whose requests and responses a `TaskDeclaration` describes, as the server knows it."""
+"""Task: a task whose requests and responses a `TaskDeclaration` describes, as the server knows it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hf_triton.tasks.serving.meter import Meter
 
 
-class DeclaredTask:
+class Task:
     """A task of a model folder.
 
     Attributes:

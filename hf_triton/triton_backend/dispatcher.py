@@ -18,7 +18,7 @@ from hf_triton.protocol.requests import check_parameter_names, is_cancel_request
 from hf_triton.protocol.tensors import encode_strings
 from hf_triton.protocol.tokenizer_request import TOKENIZER_REQUEST
 from hf_triton.sentence import param
-from hf_triton.tasks.interface import ResponseConfig, Task
+from hf_triton.tasks.interface import RequestService, ResponseConfig
 from hf_triton.tasks.serving.meter import Meter
 from hf_triton.tasks.serving.request import InferenceRequest
 from hf_triton.tasks.serving.tracing import RequestTracer
@@ -30,7 +30,7 @@ from hf_triton.triton_backend.request import NO_HEADERS, TritonRequest
 logger = logging.getLogger(__name__)
 
 
-class Service:
+class Dispatcher:
     """Hands a folder's requests to its task.
 
     Args:
@@ -47,7 +47,7 @@ class Service:
 
     def __init__(
         self,
-        task: Task,
+        task: RequestService,
         config: ResponseConfig,
         *,
         poller: RequestPoller,
@@ -58,7 +58,7 @@ class Service:
         info: ModelInfo | None = None,
         tokenizer: TokenizerAnswers | None = None,
     ) -> None:
-        self.task = task
+        self.service = task
         self.closers: Sequence[Callable[[], None]] = (task.close, config.sender.close)
         """What `close` calls, in order."""
         self._config = config
@@ -102,7 +102,7 @@ class Service:
             else:
                 if self._tracer is not None:
                     self._tracer.begin(request, parameters)
-                self.task.submit(request, config)
+                self.service.submit(request, config)
         except HfTritonError as error:
             request.refuse(error)
         except Exception as error:

@@ -132,7 +132,7 @@ def start(request: pytest.FixtureRequest, checkpoint: Path, door: Any) -> Iterat
     started: list[TritonPythonModel] = []
 
     def start(meter: Meter, *, is_decoupled: bool = False) -> TritonPythonModel:
-        from hf_triton.triton_backend.dispatcher import Service
+        from hf_triton.triton_backend.dispatcher import Dispatcher
 
         settings = ModelSettings(huggingface_model=str(checkpoint), engine=request.param, max_num_seqs=1)
         hub = Hub(checkpoint, settings, {})
@@ -149,7 +149,7 @@ def start(request: pytest.FixtureRequest, checkpoint: Path, door: Any) -> Iterat
             returns_timings=True,
         )
         config = ResponseConfig(["text_output"], is_decoupled=is_decoupled, streams=False, sender=ResponseSender())
-        model._service = Service(
+        model._dispatcher = Dispatcher(
             task, config, poller=RequestPoller(), meter=meter, cancel_elsewhere=lambda request_id: None
         )
         started.append(model)
@@ -235,7 +235,7 @@ def test_timings_pass_a_stream_door(
         server = DoorServer(
             "plain",
             1,
-            take=model._service.take,
+            take=model._dispatcher.take,
             begin_request=Meter().begin_request,
             poller=RequestPoller(),
         )

@@ -29,7 +29,7 @@ from hf_triton.runner.gpu_memory import WHOLE_GPU, GpuPart
 from hf_triton.sentence import param
 from hf_triton.settings import ModelSettings
 from hf_triton.tasks.checked_hooks import CheckedHooks
-from hf_triton.tasks.engine_service import EngineTask
+from hf_triton.tasks.engine_service import EngineService
 from hf_triton.tasks.hooks import Hooks
 from hf_triton.tasks.interface import ResponseConfig, model_info
 from hf_triton.tasks.serving.adapters import AdapterStore
@@ -52,7 +52,7 @@ NUM_TOKENIZER_THREADS = 4  # tokenizers run outside the interpreter's lock: a lo
 NUM_HOOK_THREADS = 16  # `build_prompt` and `postprocess` may wait for other services
 
 
-class TextGeneration(EngineTask[GenerationResponse]):
+class TextGenerationService(EngineService[GenerationResponse]):
     """Answers requests with generated text.
 
     Args:
@@ -94,7 +94,7 @@ class TextGeneration(EngineTask[GenerationResponse]):
         self._pools += [self._grammar_pool, self._response_pool]
 
     def submit(self, request: InferenceRequest, config: ResponseConfig) -> None:
-        """Check a request and start it, see `Task`."""
+        """Check a request and start it, see `RequestService`."""
         inputs = request.inputs()
         named = config.named_outputs(request)
         checked = parse_request(inputs, with_named_outputs(request.parameters, inputs, named), self._limits)
@@ -202,7 +202,7 @@ def build_text_generation(
     returns_timings: bool,
     response_template: Spec | str | None = None,
     gpu_part: GpuPart = WHOLE_GPU,
-) -> TextGeneration:
+) -> TextGenerationService:
     """The task of a loaded checkpoint, its engine running.
 
     Args:
@@ -258,7 +258,7 @@ def build_text_generation(
         _prompt_defaults(checkpoint, settings, max_num_seqs, is_text_to_text=text_to_text is not None),
         text_to_text,
     )
-    task = TextGeneration(
+    task = TextGenerationService(
         engine,
         preparer,
         limits,
