@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -68,15 +69,18 @@ class StreamDoor:
             for name in HOOKS:
                 if hasattr(self, name):
                     raise SettingsError(f"{name} changes nothing in a stream door: move it to 1/model.py of '{other}'")
+            engines, closing = Engines(other), ExitStack()
             self._dispatcher = Dispatcher(
-                Engines(other),
+                engines,
                 config,
                 poller=RequestPoller(),
                 meter=Meter(),  # the model that generates counts
                 cancel_elsewhere=partial(cancel_elsewhere, other),  # which reaches the requests of all doors
+                closing=closing,
                 headers=find_forwarded_headers(self.settings.forwarded_headers),
             )
-        self._dispatcher.closers = (Sentinel(args["model_name"]).dismiss, *self._dispatcher.closers)
+        for close in (config.sender.close, engines.close, Sentinel(args["model_name"]).dismiss):  # the last comes first
+            closing.callback(close)
 
     def execute(self, requests: list[Any]) -> None:
         """Forward every request and return at once. `requests` are Triton's."""

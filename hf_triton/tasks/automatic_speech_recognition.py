@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
 import annotated_types
@@ -25,10 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hf_triton.hub.checkpoint import Checkpoint
-    from hf_triton.hub.resolve import Hub
     from hf_triton.settings import ModelSettings
-    from hf_triton.tasks.serving.meter import Meter
-    from hf_triton.tasks.speech_service import SpeechService
 
 NUM_FIRST: Final = 4
 """Tokens that a completion begins with: its start, language, task, and whether there are timestamps."""
@@ -113,21 +109,6 @@ class SpeechRecognition(Task):
     def check_files(cls, folder: Path, settings: ModelSettings) -> None:
         """See `Task`."""
         _load_extractor(folder, settings)
-
-    @classmethod
-    def start(
-        cls,
-        checkpoint: Checkpoint,
-        settings: ModelSettings,
-        *,
-        on_fatal: Callable[[], None],
-        meter: Meter,
-        hub: Hub | None = None,
-    ) -> SpeechService:
-        """See `Task`."""
-        from hf_triton.tasks.speech_service import build_speech_service
-
-        return build_speech_service(cls(checkpoint, settings), checkpoint, settings, on_fatal=on_fatal, meter=meter)
 
     def __init__(self, checkpoint: Checkpoint, settings: ModelSettings) -> None:
         self.check_config(checkpoint.model.config, settings)

@@ -31,12 +31,9 @@ if TYPE_CHECKING:
     import torch
 
     from hf_triton.hub.checkpoint import Checkpoint
-    from hf_triton.hub.resolve import Hub
     from hf_triton.hub.sentence_files import TransformerConfig
     from hf_triton.hub.sentence_modules import SentenceModules
     from hf_triton.settings import ModelSettings
-    from hf_triton.tasks.encoder_service import EncoderService
-    from hf_triton.tasks.serving.meter import Meter
 
 
 Merge = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]
@@ -94,21 +91,6 @@ class EncoderTask(Task, ABC, Generic[Options]):
         self.cutting = Lock()
         """Held while a tokenizer is set to cut a text, and cuts it."""
         self._window_tokenizer = lru_cache(NUM_WINDOW_TOKENIZERS)(self._make_window_tokenizer)
-
-    @classmethod
-    def start(
-        cls,
-        checkpoint: Checkpoint,
-        settings: ModelSettings,
-        *,
-        on_fatal: Callable[[], None],
-        meter: Meter,
-        hub: Hub | None = None,
-    ) -> EncoderService:
-        """See `Task`."""
-        from hf_triton.tasks.encoder_service import build_encoder_service
-
-        return build_encoder_service(cls, checkpoint, settings, on_fatal=on_fatal, meter=meter, hub=hub)
 
     def read(
         self, inputs: Mapping[str, Array], parameters: Mapping[str, object], limits: Limits

@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -149,8 +150,16 @@ def start(request: pytest.FixtureRequest, checkpoint: Path, door: Any) -> Iterat
             returns_timings=True,
         )
         config = ResponseConfig(["text_output"], is_decoupled=is_decoupled, streams=False, sender=ResponseSender())
+        closing = ExitStack()
+        closing.callback(config.sender.close)
+        closing.callback(task.close)
         model._dispatcher = Dispatcher(
-            task, config, poller=RequestPoller(), meter=meter, cancel_elsewhere=lambda request_id: None
+            task,
+            config,
+            poller=RequestPoller(),
+            meter=meter,
+            cancel_elsewhere=lambda request_id: None,
+            closing=closing,
         )
         started.append(model)
         return model

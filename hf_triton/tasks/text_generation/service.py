@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from hf_triton.engine.sequence import Completion, SequenceGroup
@@ -52,11 +53,11 @@ NUM_TOKENIZER_THREADS = 4  # tokenizers run outside the interpreter's lock: a lo
 NUM_HOOK_THREADS = 16  # `build_prompt` and `postprocess` may wait for other services
 
 
-class TextGenerationService(EngineService[GenerationResponse]):
+class TextGenerationService(EngineService):
     """Answers requests with generated text.
 
     Args:
-        engine: Runs the sequences. It is closed with this task.
+        engine: Runs the sequences. It is closed with this service.
         preparer: Prepares prompts.
         limits: What one request may hold.
         max_waiting: Prompts that may wait; see `AdmissionGate`.
@@ -115,13 +116,14 @@ class TextGenerationService(EngineService[GenerationResponse]):
     def generate(self, request: InferenceRequest, checked: GenerationRequest, config: ResponseConfig) -> None:
         """Start a checked request and return at once. An error of one prompt is the response of all."""
         response = GenerationResponse(request, checked, config, self._preparer, self._response_pool)
-        deadline_s = request.deadline_s(self._preparer.max_time_s(checked))
+        is_quick = self._preparer.is_quick(checked)
         self._begin(
             response,
-            len(checked.prompts),
-            deadline_s,
-            is_quick=self._preparer.is_quick(checked),
-            adapters=self._preparer.adapter_names(checked),
+            partial(self._prepare, response),
+            num_prompts=len(checked.prompts),
+            deadline_s=request.deadline_s(self._preparer.max_time_s(checked)),
+            is_quick=is_quick,
+            adapters=() if is_quick else self._preparer.adapter_names(checked),
         )
 
     def check_defaults(self) -> None:
@@ -170,7 +172,7 @@ class TextGenerationService(EngineService[GenerationResponse]):
                 response.on_finish(row, [Completion([], "length")])
             self._leave(response)
         elif any(map(self._preparer.has_cold_grammar, response.prompts)):
-            self._run(self._grammar_pool, self._start, response)
+            self._run(self._grammar_pool, partial(self._start, response), response)
         else:
             self._start(response)
 
@@ -203,7 +205,7 @@ def build_text_generation(
     response_template: Spec | str | None = None,
     gpu_part: GpuPart = WHOLE_GPU,
 ) -> TextGenerationService:
-    """The task of a loaded checkpoint, its engine running.
+    """The service of a loaded checkpoint, its engine running.
 
     Args:
         checkpoint: Model and tokenizer.
@@ -258,7 +260,7 @@ def build_text_generation(
         _prompt_defaults(checkpoint, settings, max_num_seqs, is_text_to_text=text_to_text is not None),
         text_to_text,
     )
-    task = TextGenerationService(
+    service = TextGenerationService(
         engine,
         preparer,
         limits,
@@ -273,13 +275,13 @@ def build_text_generation(
             **preparer.chat_info(),
         ),
     )
-    task.tokenizer = TokenizerAnswers(checkpoint, checkpoint.context_length, limits, chat_template)
+    service.tokenizer = TokenizerAnswers(checkpoint, checkpoint.context_length, limits, chat_template)
     try:
-        task.check_defaults()
+        service.check_defaults()
     except SettingsError:
-        task.close()
+        service.close()
         raise
-    return task
+    return service
 
 
 def _prompt_defaults(
