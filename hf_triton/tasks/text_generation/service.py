@@ -77,8 +77,7 @@ class TextGenerationService(EngineService):
         returns_timings: bool,
         info: ModelInfo | None = None,
     ) -> None:
-        hooks = preparer.hooks
-        num_threads = NUM_HOOK_THREADS if hooks.overrides("build_prompt") else NUM_TOKENIZER_THREADS
+        num_threads = NUM_HOOK_THREADS if "build_prompt" in preparer.overridden else NUM_TOKENIZER_THREADS
         super().__init__(
             engine,
             limits,
@@ -90,7 +89,7 @@ class TextGenerationService(EngineService):
         self._preparer = preparer
         self._returns_timings = returns_timings
         self._grammar_pool = ThreadPoolExecutor(1, thread_name_prefix="hf_triton-grammar")
-        num_threads = NUM_HOOK_THREADS if hooks.overrides("postprocess") else 1
+        num_threads = NUM_HOOK_THREADS if "postprocess" in preparer.overridden else 1
         self._response_pool = ThreadPoolExecutor(num_threads, thread_name_prefix="hf_triton-response")
         self._pools += [self._grammar_pool, self._response_pool]
 
