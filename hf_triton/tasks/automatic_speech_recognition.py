@@ -30,7 +30,7 @@ NUM_FIRST: Final = 4
 """Tokens that a completion begins with: its start, language, task, and whether there are timestamps."""
 MAX_PROMPT: Final = 10_000
 MAX_SIZES: Final = {"feature_size": 1024, "n_fft": 65_536, "chunk_length": 3600, "sampling_rate": 384_000}
-"""Of a preprocessor_config.json."""
+"""The largest numbers of a preprocessor_config.json."""
 ENGLISH: Final = "en"
 
 
@@ -70,7 +70,7 @@ class SpeechOptions(DeclaredOptions):
 
 
 class SpeechRecognition(Task):
-    """See `Task`. Its methods are called from several threads.
+    """Recognises speech by Whisper. Its methods are called from several threads.
 
     Args:
         checkpoint: Model, tokenizer and the checkpoint's folder.
@@ -102,12 +102,12 @@ class SpeechRecognition(Task):
 
     @classmethod
     def check_config(cls, config: Any, settings: ModelSettings) -> None:
-        """See `Task`."""
+        """Check that audio can be read."""
         import_soundfile()
 
     @classmethod
     def check_files(cls, folder: Path, settings: ModelSettings) -> None:
-        """See `Task`."""
+        """Check the feature extractor."""
         _load_extractor(folder, settings)
 
     def __init__(self, checkpoint: Checkpoint, settings: ModelSettings) -> None:
@@ -116,7 +116,7 @@ class SpeechRecognition(Task):
         self.max_targets = int(checkpoint.model.config.max_target_positions)
         """Tokens that the decoder has positions for: prompt, special tokens and text of a window."""
         self.num_positions = int(checkpoint.model.config.max_source_positions)
-        """That the encoder reads of a window."""
+        """Positions of a window that the encoder reads."""
         self._tokenizer = checkpoint.tokenizer
         self._tokenizer_lock = threading.Lock()
         own = checkpoint.model.generation_config
@@ -159,7 +159,7 @@ class SpeechRecognition(Task):
         return float(self.extractor.n_samples / self.extractor.sampling_rate)
 
     def max_seconds(self, settings: ModelSettings) -> float:
-        """Of one audio; a model without timestamps does not know where its second window begins."""
+        """The longest audio; a model without timestamps does not know where its second window begins."""
         return settings.max_audio_seconds if self._has_timestamps else min(settings.max_audio_seconds, self.window_s)
 
     def params(self, options: SpeechOptions) -> tuple[SpeechParams, int | None]:

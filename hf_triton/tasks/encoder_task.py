@@ -151,11 +151,11 @@ class EncoderTask(Task, ABC, Generic[Options]):
         return self.settings.truncate if options.truncate is None else options.truncate
 
     def limit(self, options: TaskOptions, num_special_tokens: int = 0) -> int:
-        """To how many tokens a text is cut.
+        """The number of tokens that a text is cut to.
 
         Args:
             options: The request's.
-            num_special_tokens: That stand beside a text's own, and are never cut away.
+            num_special_tokens: Tokens beside a text's own, which are never cut away.
 
         Raises:
             RequestError: The request asks for more tokens than the model takes, for none of the text's own, or that
@@ -177,7 +177,7 @@ class EncoderTask(Task, ABC, Generic[Options]):
         return asked
 
     def side(self, options: TaskOptions) -> str:
-        """Where what is too long is cut, `left` or `right`."""
+        """The side, `left` or `right`, at which what is too long is cut."""
         return options.truncation_side or self._own_side
 
     def cut(self, ids: Sequence[int], limit: int, options: TaskOptions) -> list[int]:
