@@ -33,7 +33,8 @@ from folders import save, take_turns
 
 from hf_triton.encoder.engine import EncoderEngine
 from hf_triton.encoder.forward import EncoderForward, build_forward
-from hf_triton.encoder.types import EncoderGroup, EncoderInput, EncoderListener
+from hf_triton.encoder.types import EncoderGroup, EncoderInput, Outputs
+from hf_triton.engine.group import Listener
 
 NUM_CLIENTS = 64
 MINILM = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 12}
@@ -113,7 +114,7 @@ def running(forward: EncoderForward, **options: Any) -> Iterator[EncoderEngine]:
         engine.close()
 
 
-class OnFinish(EncoderListener):
+class OnFinish(Listener[Outputs]):
     """Passes outcomes on."""
 
     def __init__(self, finish: Callable[[Any], None]) -> None:

@@ -61,7 +61,7 @@ class TritonPythonModel(hf_triton.TritonPythonModel):
 
     def initialize(self, args: Mapping[str, str]) -> None:
         super().initialize(args)
-        task = self._service.task
+        task = self._dispatcher.service
         submit = task.submit
 
         def submit_or_run(request: InferenceRequest, config: ResponseConfig) -> None:

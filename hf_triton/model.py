@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TritonPythonModel: what Triton calls, in the order it calls it. Composes a service, computes nothing."""
+"""TritonPythonModel: what Triton calls, in the order it calls it. Composes a folder's service, computes nothing."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import logging
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from hf_triton.extras import check_extras
 from hf_triton.settings import ModelSettings
@@ -21,11 +22,13 @@ if TYPE_CHECKING:
     from hf_triton.hub.checkpoint import Checkpoint
     from hf_triton.hub.locate import Hub
     from hf_triton.protocol.task_declaration import TaskDeclaration
-    from hf_triton.tasks.declared_task import DeclaredTask
+    from hf_triton.tasks.automatic_speech_recognition import SpeechRecognition
     from hf_triton.tasks.encoder_task import EncoderTask
-    from hf_triton.tasks.interface import LoadedTask, ResponseConfig
+    from hf_triton.tasks.engine_service import EngineService
+    from hf_triton.tasks.interface import ResponseConfig
     from hf_triton.tasks.serving.meter import Meter
-    from hf_triton.triton_backend.service import Service
+    from hf_triton.tasks.task import Task
+    from hf_triton.triton_backend.dispatcher import Dispatcher
 
 check_extras("hf_triton.TritonPythonModel", "model")
 logger = logging.getLogger(__name__)
@@ -58,7 +61,7 @@ class TritonPythonModel(Hooks):
 
     settings: ModelSettings
 
-    _service: Service
+    _dispatcher: Dispatcher
 
     @classmethod
     def auto_complete_config(cls, auto_complete_model_config: Any) -> Any:
@@ -97,8 +100,8 @@ class TritonPythonModel(Hooks):
             # In a thread that ends, and its OpenMP threads with it: beside a second set of them, the engine's would
             # sleep between any two operations, which makes a step on two cores a third slower.
             with ThreadPoolExecutor(1, thread_name_prefix="hf_triton-load") as loader:
-                self._service = loader.submit(start_service, self, task, responses, args).result()
-        self._service.closers = (Sentinel(args["model_name"]).dismiss, *self._service.closers)
+                self._dispatcher = loader.submit(start_dispatcher, self, task, responses, args).result()
+        self._dispatcher.closing.callback(Sentinel(args["model_name"]).dismiss)
 
     def execute(self, requests: list[Any]) -> None:
         """Start every request and return at once; each is answered when its completions are finished.
@@ -106,20 +109,18 @@ class TritonPythonModel(Hooks):
         Args:
             requests: Triton's `InferenceRequest`s.
         """
-        self._service.execute(requests)
+        self._dispatcher.execute(requests)
 
     def finalize(self) -> None:
         """Answer the requests that are left and release the model. Triton calls this when no request is in flight."""
-        self._service.close()
+        self._dispatcher.close()
 
     def is_ready(self) -> bool:
         """Whether the model can take requests; servers from 26.03 on ask."""
-        return self._service.task.is_healthy()
+        return self._dispatcher.service.is_healthy()
 
 
-def declared_task(
-    own: type[DeclaredTask] | None, settings: ModelSettings, model_folder: Path
-) -> TaskDeclaration | None:
+def declared_task(own: type[Task] | None, settings: ModelSettings, model_folder: Path) -> TaskDeclaration | None:
     """What the folder's task takes and gives; None for text generation. Arguments as `folder_task` has them.
 
     What a checkpoint of the Hub does stands in its small files, which are downloaded if no cache has them.
@@ -136,10 +137,10 @@ def declared_task(
     return None if task is None else task.declaration
 
 
-def start_service(
-    model: TritonPythonModel, task_class: type[DeclaredTask] | None, config: ResponseConfig, args: Mapping[str, str]
-) -> Service:
-    """Load the checkpoint and start a folder's task, its metrics and its side of the stream door.
+def start_dispatcher(
+    model: TritonPythonModel, task_class: type[Task] | None, config: ResponseConfig, args: Mapping[str, str]
+) -> Dispatcher:
+    """Load the checkpoint and start a folder's service, its metrics and its side of the stream door.
 
     Args:
         model: The folder's own class, with its settings.
@@ -157,10 +158,10 @@ def start_service(
     from hf_triton.tasks.serving.tracing import build_request_tracer
     from hf_triton.triton_backend.cancellation import RequestPoller
     from hf_triton.triton_backend.config import count_instances
+    from hf_triton.triton_backend.dispatcher import Dispatcher
     from hf_triton.triton_backend.forwarded_headers import find_forwarded_headers
     from hf_triton.triton_backend.metrics_sink import MetricsSink
     from hf_triton.triton_backend.process import freeze_objects
-    from hf_triton.triton_backend.service import Service
 
     name, version, settings = args["model_name"], args["model_version"], model.settings
     check_hooks(type(model))
@@ -168,39 +169,41 @@ def start_service(
     if settings.metrics:
         num_instances = count_instances(json.loads(args["model_config"]))
         meter = build_meter(lambda: MetricsSink({"model": name, "version": version}), num_instances)
-    start = start_text_generation if task_class is None else partial(start_declared, task_class)
-    task = start(model, settings, args, meter)
-    meter.start(task.load)
-    poller, tracer = RequestPoller(), build_request_tracer(os.environ, name)
-    service = Service(
-        task,
+    start = start_text_generation if task_class is None else partial(start_task, task_class)
+    service = start(model, settings, args, meter)
+    meter.start(service.load)
+    poller, tracer, closing = RequestPoller(), build_request_tracer(os.environ, name), ExitStack()
+    dispatcher = Dispatcher(
+        service,
         config,
         poller=poller,
         meter=meter,
         cancel_elsewhere=partial(cancel_elsewhere, name),
+        closing=closing,
         headers=find_forwarded_headers(settings.forwarded_headers),
         tracer=tracer,
-        info=task.info,
-        tokenizer=task.tokenizer,
     )
-    door = DoorServer(name, int(version), take=service.take, begin_request=meter.begin_request, poller=poller)
+    door = DoorServer(name, int(version), take=dispatcher.take, begin_request=meter.begin_request, poller=poller)
     door.open()
-    service.closers = (door.drain, task.close, config.sender.close, door.close, meter.close)
     if tracer is not None:
-        service.closers = (*service.closers, tracer.close)
+        closing.callback(tracer.close)
+    for close in (meter.close, door.close, config.sender.close, service.close, door.drain):  # the last is called first
+        closing.callback(close)
     freeze_objects()
-    if task.info is not None:
-        logger.info("loaded: %s", task.info.describe(task.load().max_used_tokens))
-    return service
+    if service.info is not None:
+        logger.info("loaded: %s", service.info.describe(service.load().max_used_tokens))
+    return dispatcher
 
 
-def start_text_generation(hooks: Hooks, settings: ModelSettings, args: Mapping[str, str], meter: Meter) -> LoadedTask:
-    """Load a checkpoint that generates text and start its engine. Arguments and errors as in `start_service`."""
+def start_text_generation(
+    hooks: Hooks, settings: ModelSettings, args: Mapping[str, str], meter: Meter
+) -> EngineService:
+    """Load a checkpoint that generates text and start its engine. Arguments and errors as in `start_dispatcher`."""
     from hf_triton.hub.locate import Hub
     from hf_triton.hub.neighbours import gpu_part
     from hf_triton.tasks.text_generation.chat_template import load_chat_template
     from hf_triton.tasks.text_generation.response_template import load_response_template
-    from hf_triton.tasks.text_generation.task import build_text_generation
+    from hf_triton.tasks.text_generation.service import build_text_generation
     from hf_triton.triton_backend.process import stop_server
     from hf_triton.triton_backend.request import takes_response_parameters
 
@@ -223,18 +226,26 @@ def start_text_generation(hooks: Hooks, settings: ModelSettings, args: Mapping[s
     )
 
 
-def start_declared(
-    task_class: type[DeclaredTask], hooks: Hooks, settings: ModelSettings, args: Mapping[str, str], meter: Meter
-) -> LoadedTask:
-    """Load the model of a task and start its engine. Arguments and errors as in `start_service`."""
+def start_task(
+    task_class: type[Task], hooks: Hooks, settings: ModelSettings, args: Mapping[str, str], meter: Meter
+) -> EngineService:
+    """Load the model of a task and start its engine. Arguments and errors as in `start_dispatcher`."""
     from hf_triton.hub.locate import Hub
     from hf_triton.tasks.checked_hooks import check_encoder_hooks
+    from hf_triton.tasks.encoder_task import EncoderTask
     from hf_triton.triton_backend.process import stop_server
 
     check_encoder_hooks(hooks, task_class.declaration.name)
     hub = Hub(Path(args["model_repository"]), settings, os.environ)
     checkpoint = load(hooks, hub, settings, args, task_class.auto_class)
-    return task_class.start(checkpoint, settings, on_fatal=stop_server, meter=meter, hub=hub)
+    if issubclass(task_class, EncoderTask):
+        from hf_triton.tasks.encoder_service import build_encoder_service
+
+        return build_encoder_service(task_class, checkpoint, settings, on_fatal=stop_server, meter=meter, hub=hub)
+    from hf_triton.tasks.speech_service import build_speech_service
+
+    speech = cast("type[SpeechRecognition]", task_class)
+    return build_speech_service(speech, checkpoint, settings, on_fatal=stop_server, meter=meter)
 
 
 def load(

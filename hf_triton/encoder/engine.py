@@ -19,7 +19,8 @@ import torch
 from hf_triton.encoder.forward import EncoderForward
 from hf_triton.encoder.probe import Way
 from hf_triton.encoder.stacked import StackedForward
-from hf_triton.encoder.types import ArrayInput, EncoderGroup, EncoderInput, EncoderListener, Job, Outputs
+from hf_triton.encoder.types import ArrayInput, EncoderGroup, EncoderInput, Job, Outputs
+from hf_triton.engine.group import Listener
 from hf_triton.engine.types import EngineLoad
 from hf_triton.engine.worker import Worker
 from hf_triton.errors import GenerationError, HfTritonError
@@ -36,7 +37,7 @@ MIN_BATCH_TOKENS: Final = 512
 """What is tried however often the memory had no room for more; a sixteenth is added after every forward."""
 
 
-class _Waiter(EncoderListener):
+class _Waiter(Listener[Outputs]):
     """Keeps an outcome for the thread that waits for it."""
 
     def __init__(self) -> None:

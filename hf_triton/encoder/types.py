@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from hf_triton.engine.group import Group, Listener
+from hf_triton.engine.group import Group
 from hf_triton.errors import HfTritonError
 
 if TYPE_CHECKING:
@@ -65,19 +65,11 @@ class Job:
         return self.group.inputs[self.index]
 
 
-class EncoderListener(Listener[Outputs]):
-    """Follows the group of one request, see `Listener`."""
-
-    def on_begin(self) -> None:
-        """The first forward with one of its inputs begins. Must not raise."""
-
-
 @dataclass(eq=False)
 class EncoderGroup(Group[Outputs]):
     """The sequences of one request, which are answered together, with one array for each."""
 
     inputs: Sequence[EncoderInput | ArrayInput]
-    listener: EncoderListener = field(default_factory=EncoderListener, kw_only=True)
 
     turns: deque[list[Job]] = field(default_factory=deque, init=False)
     """What was taken, but has not begun."""

@@ -22,6 +22,9 @@ class Listener(Generic[Result]):
         """Whether to drop the request's groups. Called at every step."""
         return False
 
+    def on_begin(self) -> None:
+        """The first forward of an encoder, or of a model of speech, with one of the groups begins. Must not raise."""
+
     def on_finish(self, row: int, outcome: Result | HfTritonError) -> None:
         """Take the outcome of a group: called exactly once, here or in `submit`; an exception is logged and ignored."""
 

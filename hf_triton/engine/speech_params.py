@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from hf_triton.engine.group import Group, Listener
+from hf_triton.engine.group import Group
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,6 @@ class Transcript:
         return [token_id for segment in self.segments for token_id in segment.token_ids]
 
 
-class SpeechListener(Listener[Transcript]):
-    """Follows the audios of one request, see `Listener`."""
-
-    def on_begin(self) -> None:
-        """The model begins with one of them. Must not raise."""
-
-
 @dataclass(eq=False)
 class SpeechGroup(Group[Transcript]):
     """One audio."""
@@ -68,4 +61,3 @@ class SpeechGroup(Group[Transcript]):
     params: SpeechParams
     language_id: int | None = None
     """The language's token; None: the model detects it."""
-    listener: SpeechListener = field(default_factory=SpeechListener, kw_only=True)

@@ -62,7 +62,7 @@ class Measured:
     """A candidate in its own process: its engine, as Triton's process would have it."""
 
     def __init__(self, candidate: Candidate, texts: Sequence[str]) -> None:
-        from hf_triton.tasks.encoding import build_task_engine
+        from hf_triton.tasks.encoder_service import build_task_engine
 
         began_s = time.perf_counter()
         task, checkpoint, settings = candidate.load()

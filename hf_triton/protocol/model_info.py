@@ -90,8 +90,3 @@ class ModelInfo:
         return dataclasses.replace(
             info, template_variables=variables, inputs=tuple(info.inputs), slower=tuple(info.slower)
         )
-
-
-def asks_for_info(parameters: Mapping[str, object]) -> bool:
-    """Whether a request asks what the model is, and for nothing else."""
-    return parameters.get(MODEL_INFO) is True

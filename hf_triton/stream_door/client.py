@@ -17,7 +17,7 @@ from hf_triton.errors import HfTritonError, RequestError, UnavailableError, wher
 from hf_triton.stream_door.address import Address, find_addresses
 from hf_triton.stream_door.connection import Connection, MessageTooLargeError, frame, is_same_user
 from hf_triton.stream_door.messages import DoorRequest, Message, pack_request, read_error, read_parameters, read_tensors
-from hf_triton.tasks.interface import ResponseConfig
+from hf_triton.tasks.interface import RequestService, ResponseConfig
 from hf_triton.tasks.serving.request import InferenceRequest
 
 logger = logging.getLogger(__name__)
@@ -184,8 +184,8 @@ class _Link:
         self._on_close(self)
 
 
-class Engines:
-    """The engines of one model, in any process of this server; a `Task`, as far as Triton's side can see.
+class Engines(RequestService):
+    """Has the engines of one model, in any process of this server, answer a folder's requests.
 
     Args:
         model_name: The model.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -14,7 +15,7 @@ from hf_triton.settings import DoorSettings
 from hf_triton.tasks.hooks import HOOKS
 
 if TYPE_CHECKING:
-    from hf_triton.triton_backend.service import Service
+    from hf_triton.triton_backend.dispatcher import Dispatcher
 
 
 class StreamDoor:
@@ -33,7 +34,7 @@ class StreamDoor:
 
     settings: DoorSettings
 
-    _service: Service
+    _dispatcher: Dispatcher
 
     @classmethod
     def auto_complete_config(cls, auto_complete_model_config: Any) -> Any:
@@ -52,9 +53,9 @@ class StreamDoor:
         from hf_triton.tasks.serving.meter import Meter
         from hf_triton.triton_backend.cancellation import RequestPoller
         from hf_triton.triton_backend.config import load_failures, read_settings, response_config
+        from hf_triton.triton_backend.dispatcher import Dispatcher
         from hf_triton.triton_backend.forwarded_headers import find_forwarded_headers
         from hf_triton.triton_backend.process import Sentinel, loading_process
-        from hf_triton.triton_backend.service import Service
 
         with loading_process(args["model_name"]), load_failures():
             model_config = json.loads(args["model_config"])
@@ -68,27 +69,30 @@ class StreamDoor:
             for name in HOOKS:
                 if hasattr(self, name):
                     raise SettingsError(f"{name} changes nothing in a stream door: move it to 1/model.py of '{other}'")
-            self._service = Service(
-                Engines(other),
+            engines, closing = Engines(other), ExitStack()
+            self._dispatcher = Dispatcher(
+                engines,
                 config,
                 poller=RequestPoller(),
                 meter=Meter(),  # the model that generates counts
                 cancel_elsewhere=partial(cancel_elsewhere, other),  # which reaches the requests of all doors
+                closing=closing,
                 headers=find_forwarded_headers(self.settings.forwarded_headers),
             )
-        self._service.closers = (Sentinel(args["model_name"]).dismiss, *self._service.closers)
+        for close in (config.sender.close, engines.close, Sentinel(args["model_name"]).dismiss):  # the last comes first
+            closing.callback(close)
 
     def execute(self, requests: list[Any]) -> None:
         """Forward every request and return at once. `requests` are Triton's."""
-        self._service.execute(requests)
+        self._dispatcher.execute(requests)
 
     def finalize(self) -> None:
         """Refuse the requests that are left and disconnect. Triton calls this when no request is in flight."""
-        self._service.close()
+        self._dispatcher.close()
 
     def is_ready(self) -> bool:
         """Whether the other folder's model is loaded."""
-        return self._service.task.is_healthy()
+        return self._dispatcher.service.is_healthy()
 
 
 def other_folder(own_name: str, stream_of: str | None) -> str:

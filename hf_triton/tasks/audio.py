@@ -41,10 +41,10 @@ BLOCK_VALUES: Final = 1 << 20
 NUM_ZEROS: Final = 16
 """Zeros of the resampler's filter on each side of its middle."""
 MAX_WEIGHTS: Final = 1 << 21
-"""Of the resampler. A rate without a simple ratio to the new one would take hundreds of megabytes: its ratio is
-rounded, by 10 ms an hour at most."""
+"""The resampler's weights. A rate without a simple ratio to the new one would take hundreds of megabytes: its ratio
+is rounded, by 10 ms an hour at most."""
 ROLLOFF: Final = 0.95
-"""Where the filter ends, as a part of the lower of both rates' bandwidths."""
+"""The filter ends here, as a part of the lower of both rates' bandwidths."""
 
 
 def import_soundfile() -> Any:
@@ -69,7 +69,7 @@ def read_audio(
 
     Args:
         data: The file.
-        rate: Of the result, in Hz.
+        rate: The result's rate, in Hz.
         max_seconds: Longer audio is refused, before it is read.
         name: What messages call it.
         check: Called for each block that is read: a small file may take minutes. What it raises ends the reading.

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
 import annotated_types
@@ -19,7 +18,7 @@ from hf_triton.protocol.task_declaration import AUDIO, DeclaredOptions, TaskDecl
 from hf_triton.protocol.task_requests import TaskResult
 from hf_triton.sentence import param, remedy
 from hf_triton.tasks.audio import import_soundfile
-from hf_triton.tasks.declared_task import DeclaredTask
+from hf_triton.tasks.task import Task
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,14 +26,12 @@ if TYPE_CHECKING:
     from hf_triton.hub.checkpoint import Checkpoint
     from hf_triton.hub.locate import Hub
     from hf_triton.settings import ModelSettings
-    from hf_triton.tasks.serving.meter import Meter
-    from hf_triton.tasks.speech_service import SpeechService
 
 NUM_FIRST: Final = 4
 """Tokens that a completion begins with: its start, language, task, and whether there are timestamps."""
 MAX_PROMPT: Final = 10_000
 MAX_SIZES: Final = {"feature_size": 1024, "n_fft": 65_536, "chunk_length": 3600, "sampling_rate": 384_000}
-"""Of a preprocessor_config.json."""
+"""The largest numbers of a preprocessor_config.json."""
 ENGLISH: Final = "en"
 
 
@@ -73,8 +70,8 @@ class SpeechOptions(DeclaredOptions):
     """Maximum number of tokens to generate for each window of 30 s. By default as many as the model can."""
 
 
-class SpeechRecognition(DeclaredTask):
-    """See `DeclaredTask`. Its methods are called from several threads.
+class SpeechRecognition(Task):
+    """Recognises speech by Whisper. Its methods are called from several threads.
 
     Args:
         checkpoint: Model, tokenizer and the checkpoint's folder.
@@ -106,28 +103,13 @@ class SpeechRecognition(DeclaredTask):
 
     @classmethod
     def check_config(cls, config: Any, settings: ModelSettings) -> None:
-        """See `DeclaredTask`."""
+        """Check that audio can be read."""
         import_soundfile()
 
     @classmethod
     def check_files(cls, folder: Path, settings: ModelSettings) -> None:
-        """See `DeclaredTask`."""
+        """Check the feature extractor."""
         _load_extractor(folder, settings)
-
-    @classmethod
-    def start(
-        cls,
-        checkpoint: Checkpoint,
-        settings: ModelSettings,
-        *,
-        on_fatal: Callable[[], None],
-        meter: Meter,
-        hub: Hub | None = None,
-    ) -> SpeechService:
-        """See `DeclaredTask`."""
-        from hf_triton.tasks.speech_service import build_speech_service
-
-        return build_speech_service(cls(checkpoint, settings), checkpoint, settings, on_fatal=on_fatal, meter=meter)
 
     def __init__(self, checkpoint: Checkpoint, settings: ModelSettings) -> None:
         self.check_config(checkpoint.model.config, settings)
@@ -135,7 +117,7 @@ class SpeechRecognition(DeclaredTask):
         self.max_targets = int(checkpoint.model.config.max_target_positions)
         """Tokens that the decoder has positions for: prompt, special tokens and text of a window."""
         self.num_positions = int(checkpoint.model.config.max_source_positions)
-        """That the encoder reads of a window."""
+        """Positions of a window that the encoder reads."""
         self._tokenizer = checkpoint.tokenizer
         self._tokenizer_lock = threading.Lock()
         own = checkpoint.model.generation_config
@@ -178,7 +160,7 @@ class SpeechRecognition(DeclaredTask):
         return float(self.extractor.n_samples / self.extractor.sampling_rate)
 
     def max_seconds(self, settings: ModelSettings) -> float:
-        """Of one audio; a model without timestamps does not know where its second window begins."""
+        """The longest audio; a model without timestamps does not know where its second window begins."""
         return settings.max_audio_seconds if self._has_timestamps else min(settings.max_audio_seconds, self.window_s)
 
     def params(self, options: SpeechOptions) -> tuple[SpeechParams, int | None]:

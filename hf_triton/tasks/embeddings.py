@@ -53,7 +53,7 @@ class VectorOptions(TaskOptions):
     """Request parameters of vectors."""
 
     dimensions: Annotated[int, annotated_types.Ge(1)] | None = None
-    """To how many dimensions a vector is cut, before it is normalised; at most the model's own, which is the default.
+    """Dimensions that a vector is cut to, before it is normalised; at most the model's own, which is the default.
     Only models that were trained so (Matryoshka) keep their sense."""
 
     normalize: bool | None = None

@@ -25,7 +25,7 @@ from hf_triton.protocol.task_requests import Row, TaskRequest, TaskResult, read_
 from hf_triton.protocol.tensor_values import Array
 from hf_triton.protocol.token_rows import TokenRow
 from hf_triton.sentence import param, remedy
-from hf_triton.tasks.declared_task import DeclaredTask
+from hf_triton.tasks.task import Task
 
 if TYPE_CHECKING:
     import torch
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from hf_triton.hub.sentence_files import TransformerConfig
     from hf_triton.hub.sentence_modules import SentenceModules
     from hf_triton.settings import ModelSettings
-    from hf_triton.tasks.encoding import EncoderService
-    from hf_triton.tasks.serving.meter import Meter
 
 
 Merge = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]
@@ -54,8 +52,8 @@ class EncodedRow:
     """The task's own."""
 
 
-class EncoderTask(DeclaredTask, ABC, Generic[Options]):
-    """A task of an encoder, see `DeclaredTask`. Its methods are called from several threads.
+class EncoderTask(Task, ABC, Generic[Options]):
+    """A task of an encoder, see `Task`. Its methods are called from several threads.
 
     Attributes:
         model_outputs: The fields of the model's output that it needs: `logits`, `last_hidden_state`, ...
@@ -94,21 +92,6 @@ class EncoderTask(DeclaredTask, ABC, Generic[Options]):
         self.cutting = Lock()
         """Held while a tokenizer is set to cut a text, and cuts it."""
         self._window_tokenizer = lru_cache(NUM_WINDOW_TOKENIZERS)(self._make_window_tokenizer)
-
-    @classmethod
-    def start(
-        cls,
-        checkpoint: Checkpoint,
-        settings: ModelSettings,
-        *,
-        on_fatal: Callable[[], None],
-        meter: Meter,
-        hub: Hub | None = None,
-    ) -> EncoderService:
-        """See `DeclaredTask`."""
-        from hf_triton.tasks.encoding import build_encoder_service
-
-        return build_encoder_service(cls, checkpoint, settings, on_fatal=on_fatal, meter=meter, hub=hub)
 
     def read(
         self, inputs: Mapping[str, Array], parameters: Mapping[str, object], limits: Limits
@@ -169,11 +152,11 @@ class EncoderTask(DeclaredTask, ABC, Generic[Options]):
         return self.settings.truncate if options.truncate is None else options.truncate
 
     def limit(self, options: TaskOptions, num_special_tokens: int = 0) -> int:
-        """To how many tokens a text is cut.
+        """The number of tokens that a text is cut to.
 
         Args:
             options: The request's.
-            num_special_tokens: That stand beside a text's own, and are never cut away.
+            num_special_tokens: Tokens beside a text's own, which are never cut away.
 
         Raises:
             RequestError: The request asks for more tokens than the model takes, for none of the text's own, or that
@@ -195,7 +178,7 @@ class EncoderTask(DeclaredTask, ABC, Generic[Options]):
         return asked
 
     def side(self, options: TaskOptions) -> str:
-        """Where what is too long is cut, `left` or `right`."""
+        """The side, `left` or `right`, at which what is too long is cut."""
         return options.truncation_side or self._own_side
 
     def cut(self, ids: Sequence[int], limit: int, options: TaskOptions) -> list[int]:

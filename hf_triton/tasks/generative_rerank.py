@@ -27,7 +27,7 @@ HEAD: Final = (
     'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
 )
 TAIL: Final = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-"""Before and behind the pair, in the words of the model's card, with which it was trained."""
+"""The texts before and behind the pair, in the words of the model's card, with which it was trained."""
 ANSWERS: Final = ("yes", "no")
 INSTRUCTION: Final = "Given a web search query, retrieve relevant passages that answer the query"
 

@@ -21,7 +21,7 @@ MAGIC: Final = re.compile(rb"\x89PNG\r\n\x1a\n|\xff\xd8\xff|RIFF....WEBP|GIF8[79
 DATA_URI: Final = re.compile(rb"data:[^,]{0,200};base64,", re.IGNORECASE)
 ADDRESS: Final = re.compile(rb"\s*(https?|ftp|file|s3|gs)://", re.IGNORECASE)
 MAX_RATIO: Final = 100
-"""Of an image's longer side to the shorter one: a processor that gives the shorter one a size makes the other huge."""
+"""The longer side by the shorter one: a processor that gives the shorter one a size makes the other huge."""
 
 
 def read_image(data: bytes, max_pixels: int, name: str) -> Any:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every task offers to the process that serves it."""
+"""What a folder's process serves: a `RequestService`, how it answers, and what its model is."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from hf_triton.engine.types import EngineLoad
 from hf_triton.errors import ERROR_FORM_VERSION
 from hf_triton.hub.spec import CheckpointSpec
 from hf_triton.protocol.model_info import ModelInfo
@@ -45,9 +45,15 @@ class ResponseConfig:
         return requested if len(requested) < len(self.output_names) else []
 
 
-class Task(Protocol):
-    """What a model does with a request: text generation, embeddings, ..."""
+class RequestService(ABC):
+    """Takes a folder's requests."""
 
+    info: ModelInfo | None = None
+    """What the model is; None: another process has it."""
+    tokenizer: TokenizerAnswers | None = None
+    """Answers what is asked of the tokenizer; None: there is none, or another process has it."""
+
+    @abstractmethod
     def submit(self, request: InferenceRequest, config: ResponseConfig) -> None:
         """Start a request and return at once. It gets exactly one final response, mostly from another thread.
 
@@ -55,9 +61,11 @@ class Task(Protocol):
             HfTritonError: The request is refused; the caller answers it.
         """
 
+    @abstractmethod
     def is_healthy(self) -> bool:
         """Whether requests can be taken."""
 
+    @abstractmethod
     def close(self) -> None:
         """Answer every request that is not finished, then stop."""
 
@@ -89,15 +97,3 @@ def model_info(checkpoint: Checkpoint, settings: ModelSettings, *, task: str, en
         error_form=ERROR_FORM_VERSION,
         **chat,
     )
-
-
-class LoadedTask(Task, Protocol):
-    """The task of a folder with a model of its own."""
-
-    info: ModelInfo | None
-    """What the model is."""
-    tokenizer: TokenizerAnswers | None
-    """Answers what is asked of the tokenizer; None: nothing is answered."""
-
-    def load(self) -> EngineLoad:
-        """What its engine holds."""

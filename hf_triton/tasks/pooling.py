@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the vectors of a text's tokens to one vector: pooling, and the dense layers of modules.json. Knows no text."""
+"""Makes one vector of those of a text's tokens: pooling, and the dense layers of modules.json. Knows no text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hf_triton.settings import ModelSettings
 
 Pool = Callable[["torch.Tensor"], "torch.Tensor"]
-"""From `[tokens, size]` to `[size]`."""
+"""Makes `[size]` of `[tokens, size]`."""
 
 
 def _weighted_mean(states: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from hf_triton.hub.locate import Hub
 from hf_triton.settings import ModelSettings
 
 if TYPE_CHECKING:
-    from hf_triton.tasks.declared_task import DeclaredTask
+    from hf_triton.tasks.task import Task
 
 ENCODER_TASKS: Final[dict[str, str]] = {
     "embeddings": "Embeddings",
@@ -43,7 +43,7 @@ VARIANTS: Final[dict[tuple[str, str], str]] = {
 """Tasks that some checkpoints do in a way of their own: classes in the module `WAY_TASK`."""
 
 
-def task_class(name: str, way: str | None = None) -> type[DeclaredTask] | None:
+def task_class(name: str, way: str | None = None) -> type[Task] | None:
     """The class of a task; None for tasks that generate text.
 
     Args:
@@ -54,15 +54,11 @@ def task_class(name: str, way: str | None = None) -> type[DeclaredTask] | None:
         return None
     variant = VARIANTS.get((name, way or ""))
     module = (name if variant is None else f"{way}_{name}").replace("-", "_")
-    task: type[DeclaredTask] = getattr(
-        importlib.import_module(f"hf_triton.tasks.{module}"), variant or DECLARED_TASKS[name]
-    )
+    task: type[Task] = getattr(importlib.import_module(f"hf_triton.tasks.{module}"), variant or DECLARED_TASKS[name])
     return task
 
 
-def folder_task(
-    own: type[DeclaredTask] | None, settings: ModelSettings, model_folder: Path
-) -> type[DeclaredTask] | None:
+def folder_task(own: type[Task] | None, settings: ModelSettings, model_folder: Path) -> type[Task] | None:
     """The class of a folder's task; None if it generates text.
 
     Args:
@@ -89,9 +85,9 @@ def _check_own(own: object) -> None:
         SettingsError: Says what a task class is.
     """
     from hf_triton.protocol.task_declaration import TaskDeclaration
-    from hf_triton.tasks.declared_task import DeclaredTask
+    from hf_triton.tasks.task import Task
 
-    if not (isinstance(own, type) and issubclass(own, DeclaredTask)):
+    if not (isinstance(own, type) and issubclass(own, Task)):
         raise SettingsError(
             f"task_class of 1/model.py must be a subclass of hf_triton.tasks.encoder_task.EncoderTask, got {clip(own)}"
         )

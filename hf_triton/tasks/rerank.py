@@ -43,7 +43,7 @@ class RerankOptions(TaskOptions):
     `default_prompt_name`; an empty name stands for no prompt."""
 
     max_tokens_per_doc: Annotated[int, annotated_types.Ge(1), annotated_types.Le(2**31 - 1)] | None = None
-    """To how many of its own tokens, the first ones, each longer document is cut. By default none is, and `truncate`
+    """Tokens of its own, the first ones, that each longer document is cut to. By default none is cut, and `truncate`
     cuts query and document together."""
 
 

@@ -25,7 +25,7 @@ class SentencePrompts:
     """What may stand before a text."""
 
     texts: Mapping[str, str]
-    """By name."""
+    """Prompts by name."""
     default: str | None
     """Name of the prompt for requests that name none."""
 

@@ -7,21 +7,13 @@ Knows no Triton: requests and responses are `InferenceRequest`s.
 from __future__ import annotations
 
 import dataclasses
-import logging
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from hf_triton.engine.speech_params import SpeechGroup, SpeechListener, Transcript
-from hf_triton.errors import (
-    CheckpointError,
-    HfTritonError,
-    RequestError,
-    ShuttingDownError,
-    as_own_error,
-    panics_as_errors,
-)
+from hf_triton.engine.speech_params import SpeechGroup, Transcript
+from hf_triton.errors import CheckpointError, RequestError, as_own_error, panics_as_errors
 from hf_triton.protocol.model_info import ModelInfo
 from hf_triton.protocol.prompts import Limits
 from hf_triton.protocol.request_values import in_row
@@ -29,11 +21,12 @@ from hf_triton.protocol.task_declaration import AUDIO
 from hf_triton.protocol.task_requests import TaskRequest, encode_results, outputs_to_fill, read_task_request
 from hf_triton.protocol.tensor_values import Array
 from hf_triton.sentence import param
-from hf_triton.tasks.audio import Samples, read_audio
+from hf_triton.tasks.audio import read_audio
 from hf_triton.tasks.automatic_speech_recognition import SpeechOptions, SpeechRecognition
-from hf_triton.tasks.engine_task import EngineTask
+from hf_triton.tasks.engine_service import EngineService
 from hf_triton.tasks.interface import ResponseConfig, model_info
 from hf_triton.tasks.serving.admission import request_limits
+from hf_triton.tasks.serving.answer import Answer
 from hf_triton.tasks.serving.meter import Meter
 from hf_triton.tasks.serving.request import InferenceRequest
 from hf_triton.tasks.tokenizer_answers import TokenizerAnswers
@@ -43,24 +36,22 @@ if TYPE_CHECKING:
     from hf_triton.hub.checkpoint import Checkpoint
     from hf_triton.settings import ModelSettings
 
-logger = logging.getLogger(__name__)
-
 NUM_THREADS: Final = 2  # each holds a whole audio
 MIN_AUDIO_BYTES: Final = 64 << 20
-"""Of a file, unless the folder says otherwise: half an hour of WAV at 16 kHz, and a day of OGG."""
+"""The largest file, unless the folder says otherwise: half an hour of WAV at 16 kHz, and a day of OGG."""
 BYTES_PER_PROMPT: Final = 1 << 20
 SECONDS_PER_PROMPT: Final = 10
-"""As how many waiting prompts audio counts, by its file and then by its samples: a megabyte for each, or less."""
+"""Audio counts as waiting prompts by the size of its file, then by its length: a megabyte for each, or less."""
 
 
-class SpeechService(EngineTask["_Response"]):
-    """Answers requests with transcripts; see `Task`.
+class SpeechService(EngineService):
+    """Answers requests with transcripts.
 
     Args:
-        task: What is asked of the model, and what its tokens say.
+        task: Says what is asked of the model, and what its tokens say.
         engine: Runs the model. It is closed with this service.
         limits: What one request may hold.
-        max_seconds: Of one audio.
+        max_seconds: The longest audio that is accepted.
         max_waiting: Prompts that may wait; see `AdmissionGate`.
         meter: Counts tokens and times.
         info: What the model is.
@@ -87,162 +78,93 @@ class SpeechService(EngineTask["_Response"]):
         self._pools.append(self._answers)
 
     def submit(self, request: InferenceRequest, config: ResponseConfig) -> None:
-        """Check a request and start it, see `Task`."""
+        """Check a request and start it, see `RequestService`."""
         declaration = self._task.declaration
         checked = read_task_request(declaration, SpeechOptions, request.inputs(), request.parameters, self._limits)
         if config.is_batching:
             checked = dataclasses.replace(checked, shape=(len(checked.rows), 1))
         names = outputs_to_fill(declaration, config.named_outputs(request), config.output_names)
-        response = _Response(request, self._task, checked, names, self._meter, self._answers)
-        num_prompts = sum(1 + len(row[AUDIO]) // BYTES_PER_PROMPT for row in response.files)
-        self._begin(response, num_prompts, request.deadline_s(), is_quick=False)
+        answer = Answer(request, self._answers, self._meter)
+        self._begin(
+            answer,
+            partial(self._prepare, answer, checked, names),
+            num_prompts=sum(1 + len(row[AUDIO]) // BYTES_PER_PROMPT for row in _files(checked)),
+            deadline_s=request.deadline_s(),
+            is_quick=False,
+        )
 
-    def _prepare(self, response: _Response) -> None:
+    def _prepare(self, answer: Answer, checked: TaskRequest[SpeechOptions], names: Sequence[str]) -> None:
         """Read a request's audio and queue it."""
         try:
             with panics_as_errors():
-                groups = response.read(self._max_seconds)
+                groups = self._read(answer, checked)
+            durations_s = [len(group.samples) / self._task.extractor.sampling_rate for group in groups]
+            self._meter.on_encoded(sum(map(self._num_tokens, durations_s)))
+            answer.expect(len(groups), partial(self._make_outputs, durations_s, checked.options, checked.shape, names))
             self._engine.submit(groups)
         except Exception as error:
-            response.refuse(as_own_error("preparing the request", error))
+            answer.refuse(as_own_error("preparing the request", error))
         finally:
-            self._leave(response)
+            self._leave(answer)
 
-
-class _Response(SpeechListener):
-    """One request from its audio to its final response.
-
-    Args:
-        request: Gets the response.
-        task: Says what is asked of the model, and what its tokens say.
-        checked: The files and options.
-        names: The outputs to fill.
-        meter: Counts tokens and times.
-        pool: Makes the response.
-    """
-
-    def __init__(
-        self,
-        request: InferenceRequest,
-        task: SpeechRecognition,
-        checked: TaskRequest[SpeechOptions],
-        names: Sequence[str],
-        meter: Meter,
-        pool: ThreadPoolExecutor,
-    ) -> None:
-        self.request = request
-        self.files: list[Any] = list(checked.rows)
-        self._task = task
-        self._options = checked.options
-        self._shape = checked.shape
-        self._names = names
-        self._meter = meter
-        self._pool = pool
-        self._durations_s: list[float] = []
-        self._transcripts: dict[int, Transcript] = {}
-        self._has_begun = False
-        self._ended = threading.Event()
-
-    def is_cancelled(self) -> bool:
-        """Whether the request is cancelled or refused."""
-        return self._ended.is_set() or self.request.is_cancelled()
-
-    def read(self, max_seconds: float) -> list[SpeechGroup]:
+    def _read(self, answer: Answer, checked: TaskRequest[SpeechOptions]) -> list[SpeechGroup]:
         """The samples of each audio as a group.
 
         Raises:
             HfTritonError: An audio is refused, or the request has ended meanwhile.
         """
-        params, language_id = self._task.params(self._options)
+        params, language_id = self._task.params(checked.options)
+        rate, deadline_s = self._task.extractor.sampling_rate, answer.request.deadline_s()
         groups: list[SpeechGroup] = []
-        deadline_s = self.request.deadline_s()
-        for row, file in enumerate(self.files):
-            samples = self._read(row, file[AUDIO], max_seconds)
-            self._durations_s.append(len(samples) / self._task.extractor.sampling_rate)
-            group = SpeechGroup(samples, params, language_id, listener=self, row=row, deadline_s=deadline_s)
-            group.num_waiting = 1 + int(self._durations_s[-1] / SECONDS_PER_PROMPT)
+        for row, file in enumerate(_files(checked)):
+            try:
+                samples = read_audio(file[AUDIO], rate, self._max_seconds, param(AUDIO), answer.check_wanted)
+            except RequestError as error:
+                if len(checked.rows) == 1:
+                    raise
+                raise in_row(error, row) from None
+            group = SpeechGroup(samples, params, language_id, listener=answer, row=row, deadline_s=deadline_s)
+            group.num_waiting = 1 + int(len(samples) / rate / SECONDS_PER_PROMPT)
             groups.append(group)
-        self.files.clear()
-        self._meter.on_encoded(sum(self._nums_tokens))
         return groups
 
-    def _read(self, row: int, data: bytes, max_seconds: float) -> Samples:
-        try:
-            return read_audio(data, self._task.extractor.sampling_rate, max_seconds, param(AUDIO), self._check)
-        except RequestError as error:
-            if len(self.files) == 1:
-                raise
-            raise in_row(error, row) from None
+    def _num_tokens(self, duration_s: float) -> int:
+        """Positions of the encoder that an audio takes, in whole windows."""
+        return -int(-duration_s // self._task.window_s) * self._task.num_positions
 
-    def _check(self) -> None:
-        """Check that the response is still wanted.
-
-        Raises:
-            RequestError: The request was cancelled or has expired, or the model is being unloaded.
-        """
-        error = self.request.ending()
-        if error or self._ended.is_set():
-            raise error or ShuttingDownError()
-
-    @property
-    def _nums_tokens(self) -> list[int]:
-        """Positions of the encoder that each audio takes, in whole windows."""
-        return [-int(-duration_s // self._task.window_s) * self._task.num_positions for duration_s in self._durations_s]
-
-    def on_begin(self) -> None:
-        """Note how long the request has waited."""
-        if not self._has_begun:
-            self._has_begun = True
-            self._meter.on_begin(self.request.times)
-
-    def on_finish(self, row: int, outcome: Transcript | HfTritonError) -> None:
-        """Answer the request with its last transcript, in a thread of the pool, or refuse it."""
-        if isinstance(outcome, HfTritonError):
-            self.refuse(outcome)
-            return
-        self._transcripts[row] = outcome
-        if len(self._transcripts) == len(self._durations_s):
-            try:
-                self._pool.submit(self._answer)
-            except RuntimeError as error:  # the pool is shut down, or no thread is available
-                self.refuse(as_own_error("preparing the request", error))
-
-    def _answer(self) -> None:
-        """Make the results and send the final response."""
-        try:
-            with panics_as_errors():
-                self.request.answer(self._outputs())
-            self.request.on_ending(None)
-        except Exception as error:
-            self.refuse(as_own_error("answering the request", error))
-
-    def _outputs(self) -> dict[str, Array]:
+    def _make_outputs(
+        self,
+        durations_s: list[float],
+        options: SpeechOptions,
+        shape: tuple[int, ...],
+        names: Sequence[str],
+        transcripts: list[Transcript],
+    ) -> dict[str, Array]:
         results = [
-            self._task.decode(self._transcripts[row], duration_s, self._options)
-            for row, duration_s in enumerate(self._durations_s)
+            self._task.decode(transcript, duration_s, options)
+            for transcript, duration_s in zip(transcripts, durations_s, strict=True)
         ]
-        return encode_results(results, self._nums_tokens, self._task.declaration, self._shape, self._names)
+        return encode_results(results, [*map(self._num_tokens, durations_s)], self._task.declaration, shape, names)
 
-    def refuse(self, error: HfTritonError) -> None:
-        """End the request with an error, unless it has ended."""
-        self._ended.set()
-        self.request.on_ending(None)
-        self.request.refuse(error)
+
+def _files(checked: TaskRequest[SpeechOptions]) -> list[Any]:
+    """The files; their rows are no tokens."""
+    return list(checked.rows)
 
 
 def build_speech_service(
-    task: SpeechRecognition,
+    task_class: type[SpeechRecognition],
     checkpoint: Checkpoint,
     settings: ModelSettings,
     *,
     on_fatal: Callable[[], None],
     meter: Meter,
 ) -> SpeechService:
-    """The service of a loaded checkpoint, its engine running. Arguments as `DeclaredTask.start` has them."""
+    """The service of a loaded checkpoint, its engine running. Arguments and errors as in `build_encoder_service`."""
     from hf_triton.engine.speech_engine import SpeechEngine
     from hf_triton.runner.dtypes import leave_slow_dtype
 
-    model = checkpoint.model
+    task, model = task_class(checkpoint, settings), checkpoint.model
     if settings.dtype == "auto":
         leave_slow_dtype(model)
     _try_window(task, checkpoint)

@@ -30,7 +30,7 @@ class TokenOptions(TaskOptions):
     """Labels that are left out."""
 
     stride: Annotated[int, annotated_types.Ge(0)] | None = None
-    """For a text that is longer than the model's context: how many tokens the windows share in which it is computed. By
+    """Tokens that two windows share, if a text is longer than the model's context and so computed in windows. By
     default such a text is refused, or cut with `truncate`. Needs an `aggregation_strategy` other than `none`."""
 
 

@@ -78,7 +78,7 @@ class TokenizerAnswers:
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
     def _config(self) -> dict[str, Any]:
-        """As `tokenizer_config.json` has it; what else the tokenizer keeps may be the host's."""
+        """What `tokenizer_config.json` has; what else the tokenizer keeps may be the host's."""
         kept = {name: value for name, value in self._tokenizer.init_kwargs.items() if name in CONFIG}
         config: dict[str, Any] = _plain({**kept, **self._tokenizer.special_tokens_map})
         config["tokenizer_class"] = type(self._tokenizer).__name__

@@ -37,7 +37,7 @@ def load_failures() -> Iterator[None]:
 
 
 Declare = Callable[[Any], TaskDeclaration | None]
-"""From a folder's settings to the declaration of its task; None for text generation."""
+"""Finds the declaration of a task by the folder's settings; None for text generation."""
 
 
 def complete_config(

@@ -30,7 +30,7 @@ class ForwardedHeaders:
         patterns: Regular expressions, searched in a header's name.
     """
 
-    def __init__(self, patterns: Sequence[str] = ()) -> None:
+    def __init__(self, patterns: Sequence[str]) -> None:
         self._patterns = [compile_header_pattern(pattern) for pattern in patterns]
 
     def parameters(self, pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -42,8 +42,6 @@ class ForwardedHeaders:
         Raises:
             RequestError: A parameter is given twice.
         """
-        if not self._patterns:
-            return reject_duplicates(pairs)
         parameters: list[tuple[str, object]] = []
         trace_context: dict[str, object] = {}
         has_header = False
@@ -62,8 +60,8 @@ class ForwardedHeaders:
         return any(pattern.search(name) for pattern in self._patterns)
 
 
-def find_forwarded_headers(setting: str | None) -> ForwardedHeaders:
-    """The headers that this process's server forwards.
+def find_forwarded_headers(setting: str | None) -> ForwardedHeaders | None:
+    """The headers that this process's server forwards; None if it forwards none.
 
     Args:
         setting: The folder's pattern; None for those of the server's command line.
@@ -73,7 +71,7 @@ def find_forwarded_headers(setting: str | None) -> ForwardedHeaders:
     try:
         command = Path(f"/proc/{os.getppid()}/cmdline").read_text(errors="replace").split("\0")
     except OSError:
-        return ForwardedHeaders()
+        return None
     patterns = []
     for pattern in _flag_values(command):
         try:
@@ -85,7 +83,7 @@ def find_forwarded_headers(setting: str | None) -> ForwardedHeaders:
             )
         else:
             patterns.append(pattern)
-    return ForwardedHeaders(patterns)
+    return ForwardedHeaders(patterns) if patterns else None
 
 
 def _flag_values(command: Sequence[str]) -> Iterable[str]:

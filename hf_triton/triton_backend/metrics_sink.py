@@ -14,7 +14,7 @@ class MetricsSink:
     """The server's metrics. What several instances of a model add under the same labels adds up.
 
     Args:
-        labels: Of every metric.
+        labels: Labels of every metric.
     """
 
     def __init__(self, labels: Mapping[str, str]) -> None:

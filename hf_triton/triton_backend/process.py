@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 SERVER_POLL_S: Final = 1.0
 WAITS_FOR_EXIT: Final = "do_wait"
-"""Where a thread sleeps in Linux that waits for a process to exit, as /proc names it."""
+"""Linux's function, as /proc names it, in which a thread sleeps that waits for a process to exit."""
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from functools import cache, cached_property
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ import triton_python_backend_utils as pb_utils
 
 from hf_triton.errors import HfTritonError, RequestError, UnavailableError, where
 from hf_triton.protocol.otlp import wants_traces
+from hf_triton.protocol.validation import reject_duplicates
 from hf_triton.tasks.serving.metrics import OK
 from hf_triton.tasks.serving.request import InferenceRequest
 from hf_triton.triton_backend.cancellation import RequestPoller
@@ -27,8 +28,6 @@ from hf_triton.triton_backend.forwarded_headers import ForwardedHeaders
 from hf_triton.triton_backend.shared_memory import room_for
 
 logger = logging.getLogger(__name__)
-
-NO_HEADERS: Final = ForwardedHeaders()
 
 
 class TritonRequest(InferenceRequest):
@@ -38,7 +37,7 @@ class TritonRequest(InferenceRequest):
         request: Triton's.
         poller: Polls the request until it is answered.
         on_answer: Called once, with `ok` or the error's code, and the adapter.
-        headers: Those that the server adds to the parameters.
+        headers: The headers that the server adds to the parameters; None: it adds none.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class TritonRequest(InferenceRequest):
         request: pb_utils.InferenceRequest,
         poller: RequestPoller,
         on_answer: Callable[[str, str], None] = lambda outcome, adapter: None,
-        headers: ForwardedHeaders = NO_HEADERS,
+        headers: ForwardedHeaders | None = None,
     ) -> None:
         timeout_us: int = request.timeout()  # of `/infer` and of the clients
         super().__init__(_request_id(request), timeout_us / 1e6 if timeout_us else None)
@@ -74,7 +73,8 @@ class TritonRequest(InferenceRequest):
         """
         try:
             parsed: dict[str, object] = json.loads(
-                self._request.parameters() or "{}", object_pairs_hook=self._headers.parameters
+                self._request.parameters() or "{}",
+                object_pairs_hook=reject_duplicates if self._headers is None else self._headers.parameters,
             )
         except UnicodeDecodeError:
             raise RequestError(

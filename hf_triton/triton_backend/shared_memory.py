@@ -20,7 +20,7 @@ OWN_BYTES: Final = 16 << 10
 GROWTH_BYTES: Final = 2 << 20
 """What `/dev/shm` must have beyond a response for a pool to grow by it: a MiB of rounding, and one for other models."""
 AMPLE_BYTES: Final = 32 << 20
-"""With as much beyond a response, those of several threads fit side by side."""
+"""If as much is free beyond a response, those of several threads fit side by side."""
 PATIENCE_S: Final = 1.0
 """How long an error waits for its own room: requests leave the pool when they have been read."""
 POLL_S: Final = 0.01

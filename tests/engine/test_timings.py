@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from hf_triton.tasks.interface import ResponseConfig
 from hf_triton.tasks.serving.meter import Meter, MetricsMeter
 from hf_triton.tasks.serving.metrics import LATENCY, QUEUE_TIME, TIME_TO_FIRST_TOKEN, Metric
 from hf_triton.tasks.serving.sender import ResponseSender
-from hf_triton.tasks.text_generation.task import build_text_generation
+from hf_triton.tasks.text_generation.service import build_text_generation
 from hf_triton.testing import build_tiny_checkpoint
 from hf_triton.triton_backend.cancellation import RequestPoller
 from tests.support.triton_stand_in import Request as BareRequest
@@ -132,7 +133,7 @@ def start(request: pytest.FixtureRequest, checkpoint: Path, door: Any) -> Iterat
     started: list[TritonPythonModel] = []
 
     def start(meter: Meter, *, is_decoupled: bool = False) -> TritonPythonModel:
-        from hf_triton.triton_backend.service import Service
+        from hf_triton.triton_backend.dispatcher import Dispatcher
 
         settings = ModelSettings(huggingface_model=str(checkpoint), engine=request.param, max_num_seqs=1)
         hub = Hub(checkpoint, settings, {})
@@ -149,8 +150,16 @@ def start(request: pytest.FixtureRequest, checkpoint: Path, door: Any) -> Iterat
             returns_timings=True,
         )
         config = ResponseConfig(["text_output"], is_decoupled=is_decoupled, streams=False, sender=ResponseSender())
-        model._service = Service(
-            task, config, poller=RequestPoller(), meter=meter, cancel_elsewhere=lambda request_id: None
+        closing = ExitStack()
+        closing.callback(config.sender.close)
+        closing.callback(task.close)
+        model._dispatcher = Dispatcher(
+            task,
+            config,
+            poller=RequestPoller(),
+            meter=meter,
+            cancel_elsewhere=lambda request_id: None,
+            closing=closing,
         )
         started.append(model)
         return model
@@ -235,7 +244,7 @@ def test_timings_pass_a_stream_door(
         server = DoorServer(
             "plain",
             1,
-            take=model._service.take,
+            take=model._dispatcher.take,
             begin_request=Meter().begin_request,
             poller=RequestPoller(),
         )

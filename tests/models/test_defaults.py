@@ -13,7 +13,7 @@ from hf_triton.hub.checkpoint import Placement, load_checkpoint
 from hf_triton.hub.locate import Hub
 from hf_triton.settings import ModelSettings
 from hf_triton.tasks.hooks import Hooks
-from hf_triton.tasks.text_generation.task import TextGeneration, build_text_generation
+from hf_triton.tasks.text_generation.service import TextGenerationService, build_text_generation
 from hf_triton.testing import build_tiny_checkpoint
 
 
@@ -27,7 +27,7 @@ def build(folder: Path, **defaults: Any) -> None:
     start(folder, settings).close()
 
 
-def start(folder: Path, settings: ModelSettings) -> TextGeneration:
+def start(folder: Path, settings: ModelSettings) -> TextGenerationService:
     hub = Hub(folder, settings, {})
     loaded = load_checkpoint(hub, settings, Placement("CPU", 0))
     return build_text_generation(

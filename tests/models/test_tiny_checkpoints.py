@@ -20,7 +20,7 @@ from hf_triton.hub.checkpoint import Placement, load_checkpoint
 from hf_triton.hub.kind import find_task
 from hf_triton.hub.locate import Hub
 from hf_triton.settings import ModelSettings
-from hf_triton.tasks.encoding import build_encoder_service
+from hf_triton.tasks.encoder_service import build_encoder_service
 from hf_triton.tasks.registry import folder_task
 from hf_triton.tasks.serving.meter import Meter
 from hf_triton.testing import (

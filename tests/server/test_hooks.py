@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hf_triton.server import TritonServer
-from hf_triton.tasks.text_generation.task import NUM_HOOK_THREADS
+from hf_triton.tasks.text_generation.service import NUM_HOOK_THREADS
 from tests.support.client import generate, post
 from tests.support.hooks import FAILED, HEAD, NOTHING, WRONG
 from tests.support.reference import Reference, load_reference

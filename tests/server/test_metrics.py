@@ -37,7 +37,7 @@ OPERATIONS = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
 STEP_S = 0.02
 IS_DROPPED = 23  # so many new tokens
 SLOW_MODEL = f"""{slow_model(STEP_S)}
-        task = self._service.task
+        task = self._dispatcher.service
         submit = task.submit
 
         def drop_or_submit(request, config):

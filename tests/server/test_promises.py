@@ -32,7 +32,7 @@ class TritonPythonModel(hf_triton.TritonPythonModel):
         import torch
 
         super().initialize(args)
-        engine, rows = self._service.task._engine, []
+        engine, rows = self._dispatcher.service._engine, []
 
         def noted(work, of_work):
             def do(*arguments):
@@ -61,7 +61,7 @@ class TritonPythonModel(hf_triton.TritonPythonModel):
                 time.sleep(0.2)
 
         torch.nn.modules.module.register_module_forward_pre_hook(forward)
-        task = self._service.task
+        task = self._dispatcher.service
         submit = task.submit
 
         def drop_or_submit(request, config):

@@ -4,14 +4,13 @@
 from collections.abc import Callable
 from typing import Any
 
-from hf_triton.encoder.types import EncoderListener
 from hf_triton.engine.sequence import SequenceGroup, SequenceListener
 from hf_triton.sampling.params import SamplingParams
 
 CALLBACKS = ("on_finish", "is_cancelled", "on_token", "is_complete", "logits_processor")
 
 
-class Functions(SequenceListener, EncoderListener):  # type: ignore[misc]
+class Functions(SequenceListener):
     """Calls functions in place of its methods, without the row.
 
     Args:

@@ -24,6 +24,7 @@ from hf_triton.tasks.interface import ResponseConfig
 from hf_triton.tasks.serving.meter import Meter
 from hf_triton.tasks.serving.request import InferenceRequest
 from hf_triton.tasks.serving.sender import ResponseSender
+from hf_triton.tasks.speech_service import build_speech_service
 from tests.support.sentence_checkpoints import quietly
 
 RATE = 16_000
@@ -188,7 +189,9 @@ class Served:
         chosen = ModelSettings(huggingface_model=str(folder), **settings)
         hub = Hub(folder, chosen, {})
         self.checkpoint = load_checkpoint(hub, chosen, Placement("CPU", 0), SpeechRecognition.auto_class)
-        self.service = SpeechRecognition.start(self.checkpoint, chosen, on_fatal=lambda: None, meter=Meter())
+        self.service = build_speech_service(
+            SpeechRecognition, self.checkpoint, chosen, on_fatal=lambda: None, meter=Meter()
+        )
         outputs = list(SpeechRecognition.declaration.all_outputs)
         self._config = ResponseConfig(outputs, is_decoupled=False, streams=False, sender=ResponseSender())
 

@@ -19,7 +19,7 @@ MODULES = (
     "process",
     "config",
     "metrics_sink",
-    "service",
+    "dispatcher",
 )  # modules that import Triton's
 
 

@@ -22,7 +22,7 @@ from hf_triton.protocol.task_requests import encode_results
 from hf_triton.protocol.tensor_values import Array, encode_strings
 from hf_triton.settings import ModelSettings
 from hf_triton.tasks.embeddings import Embeddings
-from hf_triton.tasks.encoding import build_task_engine
+from hf_triton.tasks.encoder_service import build_task_engine
 from hf_triton.tasks.feature_extraction import FeatureExtraction
 from tests.support.sentence_checkpoints import (
     TEXTS,

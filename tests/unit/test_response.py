@@ -22,7 +22,7 @@ from hf_triton.protocol.structured_output import Grammar
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.types import TokenLogprobs
 from hf_triton.tasks.checked_hooks import CheckedHooks
-from hf_triton.tasks.hooks import Hooks
+from hf_triton.tasks.hooks import HOOKS, Hooks
 from hf_triton.tasks.text_generation.outputs import FINISH_REASONS, LEAST_LOGPROB
 from hf_triton.tasks.text_generation.prepare import PreparedPrompt
 from hf_triton.tasks.text_generation.resolve import TaskParams
@@ -65,8 +65,13 @@ def answering(
     reply = Collector()
     reply.asks_whether_cancelled = lambda: was_cancelled
     checked = GenerationRequest([], [], options, (len(prompts),))
+    checked_hooks = CheckedHooks(hooks or Hooks())
     preparer = SimpleNamespace(
-        codec=codec_of(KIND), hooks=CheckedHooks(hooks or Hooks()), text_field="generated_text", describe_tokens=None
+        codec=codec_of(KIND),
+        hooks=checked_hooks,
+        overridden={name for name in HOOKS if checked_hooks.overrides(name)},
+        text_field="generated_text",
+        describe_tokens=None,
     )
     made = GenerationResponse(
         reply, checked, config_of(streams=streams), cast(Any, preparer), cast(Any, pool or Pool())

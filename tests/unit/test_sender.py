@@ -81,6 +81,7 @@ class Writer:
         preparer = SimpleNamespace(
             codec=codec or codec_of(KIND),
             hooks=CheckedHooks(Hooks()),
+            overridden=frozenset(),
             text_field="generated_text",
             describe_tokens=None,
         )

@@ -32,7 +32,7 @@ from hf_triton.tasks.text_generation.detokenizer import TextStream
 from hf_triton.tasks.text_generation.prepare import PromptPreparer
 from hf_triton.tasks.text_generation.resolve import PromptDefaults
 from hf_triton.tasks.text_generation.response_template import MessageFormat
-from hf_triton.tasks.text_generation.task import NUM_HOOK_THREADS, TextGeneration
+from hf_triton.tasks.text_generation.service import NUM_HOOK_THREADS, TextGenerationService
 from hf_triton.tasks.text_generation.tokenizer import TextCodec
 from tests.support.collector import Collector, config_of
 from tests.support.tokenizers import codec_of, raw_ids, tokenizer_of
@@ -152,7 +152,7 @@ def build_task(
     hooks: Hooks | None = None,
     max_waiting: int = 1000,
     adapters: AdapterStore = NO_ADAPTERS,
-) -> TextGeneration:
+) -> TextGenerationService:
     preparer = PromptPreparer(
         codec or Codec(),
         ChatTemplate(tokenizer_of(KIND), None, 1000),
@@ -170,11 +170,13 @@ def build_task(
             excludes_prompt=excludes_prompt,
         ),
     )
-    return TextGeneration(Engine(outcome), preparer, Limits(1000, 1000), max_waiting=max_waiting, returns_timings=True)
+    return TextGenerationService(
+        Engine(outcome), preparer, Limits(1000, 1000), max_waiting=max_waiting, returns_timings=True
+    )
 
 
 def submit(
-    task: TextGeneration,
+    task: TextGenerationService,
     request: GenerationRequest,
     reply: Collector,
     is_cancelled: Callable[[], bool] = lambda: False,

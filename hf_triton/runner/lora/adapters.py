@@ -16,7 +16,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -142,10 +142,13 @@ class Adapters:
             warnings.simplefilter("ignore")  # peft's: of several adapters, and of attributes that are to be removed
             yield
 
-    @contextmanager
-    def choose(self, rows: AdapterRows) -> Iterator[None]:
+    def choose(self, rows: AdapterRows) -> AbstractContextManager[Any]:
         """For a forward, or for `generate`: the adapter of each row. One alone is that of all rows."""
-        with self._lock, self._names.of_rows([adapter.key if adapter else None for adapter in rows or ()]):
+        return self._choose_rows(rows) if rows and any(rows) else self._lock  # which leaves all rows plain
+
+    @contextmanager
+    def _choose_rows(self, rows: Sequence[Adapter | None]) -> Iterator[None]:
+        with self._lock, self._names.of_rows([adapter.key if adapter else None for adapter in rows]):
             yield
 
     @contextmanager

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 SUBFOLDER: Final = "adapters"
 SCAN_INTERVAL_S: Final = 0.5
 MIN_PAUSE_S: Final = 0.05
-"""Between two looks at the subfolder, however many requests name adapters that are not there."""
+"""The pause between two looks at the subfolder, however many requests name adapters that are not there."""
 NUM_LOADERS: Final = 4
 """Adapters that are read at a time."""
 ENDS_A_SENTENCE: Final = "adapter_invalid"

@@ -17,10 +17,10 @@ from hf_triton.settings import ModelSettings
 from hf_triton.tasks.serving.request import InferenceRequest
 
 MIN_ENCODER_BYTES: Final = 1 << 18
-"""Of a text for an encoder: documents are cut to the context, or read in windows."""
+"""What a text for an encoder may have: documents are cut to the context, or read in windows."""
 
 MIN_FILE_BYTES: Final = 1 << 25
-"""Of a file, such as an image."""
+"""What a file, such as an image, may have."""
 
 
 def request_limits(settings: ModelSettings, context_length: int, min_bytes: int = 0) -> Limits:

@@ -14,7 +14,7 @@ WAIT_BUCKETS_S: Final = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0),
 )
-"""From tiny models on a GPU to long completions on a CPU."""
+"""These range from tiny models on a GPU to long completions on a CPU."""
 TOKEN_BUCKETS_S: Final = (
     *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075),
     *(0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5),

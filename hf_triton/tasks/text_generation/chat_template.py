@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a checked chat to a prompt, by the tokenizer's chat template or the folder's.
+"""Renders a checked chat as a prompt, by the tokenizer's chat template or the folder's.
 
 A template is code by the author of the model or the folder. It runs in transformers' sandbox, without access to files,
 processes and Python's internals; nothing stops it from looping forever or filling the memory. Messages are data to the
@@ -29,7 +29,7 @@ from hf_triton.tasks.text_generation.form_finder import FormFinder, names_role
 MAX_TEMPLATE_ERROR: Final = 300  # characters of a template's own error message
 MAX_LOGGED: Final = 100  # names of variables
 ROLES: Final = "system", "developer", "user", "assistant", "tool", "function"
-"""Those of OpenAI's API."""
+"""The roles of OpenAI's API."""
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class ChatTemplate:
         return {"template_variables": tuple(sorted(self._settable(names))), "reads_tools": "tools" in names}
 
     def _settable(self, names: Set[str]) -> Set[str]:
-        """Those of a template's variables that a request may set."""
+        """The variables of a template that a request may set."""
         return names - RESERVED - set(self._tokenizer.special_tokens_map)
 
     def _read_variables(self, chat: Chat, template: str) -> dict[str, Any]:

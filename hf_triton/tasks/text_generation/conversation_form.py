@@ -28,10 +28,10 @@ RENAMED: Final[Mapping[str, str]] = {DEVELOPER: SYSTEM, FUNCTION: TOOL}
 
 
 class Systems(Enum):
-    """Where a conversation has system messages."""
+    """The place of system messages in a conversation."""
 
     ANYWHERE = 1
-    """Where the client has them."""
+    """They stay where the client has them."""
     FIRST = 2
     """One at the beginning, made of all there; a later one is the user's."""
     NOWHERE = 3

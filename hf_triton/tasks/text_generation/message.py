@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the text of a completion to the assistant's message in OpenAI's form, whole or in deltas. Knows no tokens.
+"""Reads a completion's text as the assistant's message in OpenAI's form, whole or in deltas. Knows no tokens.
 
 A `MessageReader` takes the text in pieces of any size; the pieces do not change the message.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From completions, whole or in the pieces of a stream, to the outputs of a response. Knows no order of sends."""
+"""Encodes completions, whole or in the pieces of a stream, as the outputs of a response. Knows no order of sends."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LEAST_LOGPROB: Final = -9999.0  # JSON has no infinity; the number is OpenAI's
 STREAMED: Final = frozenset({TEXT, LEGACY_TEXT, MESSAGE, "token_ids", "logprobs", PROMPT_LOGPROBS})
 """The outputs that each response of a stream has, the last only if a completion begins in it."""
 FIRST_STREAMED: Final = STREAMED | {"num_input_tokens", "prompt_token_ids"}
-"""Those that its first one has."""
+"""The outputs that its first response has."""
 UNFINISHED: Final = Completion([], "length", logprobs=[])
 
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a prompt of a checked request to tokens and sampling parameters. Knows no engine."""
+"""Prepares a prompt of a checked request: encodes it, and resolves its sampling parameters. Knows no engine."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from hf_triton.errors import RequestError
@@ -21,6 +21,7 @@ from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.types import Constraint
 from hf_triton.sentence import param, remedy
 from hf_triton.tasks.checked_hooks import CheckedHooks
+from hf_triton.tasks.hooks import HOOKS
 from hf_triton.tasks.serving.adapters import AdapterStore
 from hf_triton.tasks.text_generation.chat_template import ChatTemplate
 from hf_triton.tasks.text_generation.message import MessagePlan
@@ -45,6 +46,28 @@ NUM_BAD_WORDS_KEPT = 32  # prompts of a request, and often requests of a client,
 NOTHING: Final = SamplingParams(max_new_tokens=1)
 """The parameters of a prompt that is only tokenized."""
 NO_DIRECTION: Final = Direction()
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A prompt's tokens; they tell its texts if the request gives tokens, or if some are cut off."""
+
+    codec: TextCodec
+    ids: list[int]
+    texts: tuple[str, str] | None = None
+    """The text as the request gives it, and as the model gets it."""
+    first_id: int | None = None
+    """The token that completions begin with; None: as the checkpoint says."""
+
+    @property
+    def text(self) -> str:
+        """What an output that contains the prompt begins with."""
+        return self.codec.decode(self.ids) if self.texts is None else self.texts[0]
+
+    @cached_property
+    def model_text(self) -> str:
+        """The text that the model gets."""
+        return self.codec.decode(self.ids, keeps_special_tokens=True) if self.texts is None else self.texts[1]
 
 
 @dataclass(frozen=True)
@@ -97,6 +120,8 @@ class PromptPreparer:
     ) -> None:
         self.codec = codec
         self.hooks = hooks
+        self.overridden = frozenset(name for name in HOOKS if hooks.overrides(name))
+        """The names of hooks that the folder has."""
         self._chat_template = chat_template
         self._grammars = grammars
         self._messages = messages
@@ -128,7 +153,7 @@ class PromptPreparer:
             and parameters.thinking_budget is None
             and not (parameters.is_constrained if parameters.gives_grammar else self._has_grammar)
             and self.codec.is_fast
-            and not self.hooks.overrides("build_prompt")
+            and "build_prompt" not in self.overridden
         )
 
     def adapter_names(self, request: GenerationRequest) -> set[str]:
@@ -155,66 +180,97 @@ class PromptPreparer:
             RequestError: The prompt, or the tokens that it asks for, do not fit; or its parameters contradict each
                 other.
         """
-        options, parameters, source = request.options, request.parameters[row], request.prompts[row]
-        asked = resolve_task_params(parameters, *self._defaults.layers)
-        adapter = self.adapters.get(asked.lora_name) if asked.lora_name else None
-        direction = self._direction(source, asked)
-        text, model_text, ids = self._encode(source, row, direction, options.add_special_tokens)
-        num_kept = self._num_kept(asked.truncate_prompt_tokens, parameters)
-        if num_kept is not None and num_kept < len(ids):
-            text, model_text, ids = None, None, ids[-num_kept:]
-        if model_text is None and (options.tokenize_only or options.return_message):
-            model_text = self.codec.decode(ids, keeps_special_tokens=True)
-        if options.tokenize_only:
-            return PreparedPrompt(asked, ids, text=model_text or "")
+        options, source = request.options, request.prompts[row]
         chat = source if isinstance(source, Chat) else None
         forced_call = None if chat is None else chat.forced_call
-        if forced_call is not None:
-            asked = replace(asked, grammar=forced_call.grammar, stop_strings=parameters.stop_strings or ())
-        thinking = self._thinking(chat, asked, model_text, ids)
+        asked = self._asked(request.parameters[row], forced_call)
+        adapter = self.adapters.get(asked.lora_name) if asked.lora_name else None
+        encoded = self._encode(request, row, asked)
+        if options.tokenize_only:
+            return PreparedPrompt(asked, encoded.ids, text=encoded.model_text)
+        thinking = self._thinking(chat, asked, encoded)
         plan = None
         if options.return_message:
             is_constrained = asked.grammar is not None
-            plan = self._messages.plan(chat, model_text or "", is_constrained=is_constrained, thinking=thinking)
-        parameters = without_beams(parameters, beam_obstacle(asked, forced_call, options, streams=streams))
-        params = self._sampling_params(asked, len(ids), prompt_name(source, row), parameters)
+            plan = self._messages.plan(chat, encoded.model_text, is_constrained=is_constrained, thinking=thinking)
+        obstacle = beam_obstacle(asked, forced_call, options, streams=streams)
+        params = self._resolve(request, row, asked, obstacle, encoded)
         if streams and params.num_sequences > params.num_return_sequences:
             raise RequestError(
                 "invalid_parameter",
                 f"{param('best_of')} cannot be streamed: leave it out, or say {param('stream')} false",
             )
-        wants_logprobs = params.logprobs is None and (options.return_logprobs or options.return_cumulative_logprob)
-        params = replace(
-            params,
-            logprobs=0 if wants_logprobs else params.logprobs,
-            bad_words_ids=self._encode_bad_words(asked.bad_words),
-            first_id=direction.first_id,
-        )
         excludes_prompt = options.exclude_input_in_output
         if excludes_prompt is None:
             excludes_prompt = streams or chat is not None or self._defaults.excludes_prompt
-        if excludes_prompt or self._defaults.is_encoder_decoder:
-            text = ""
-        elif text is None:
-            text = self.codec.decode(ids)
-        preceding_ids = [] if self._defaults.is_encoder_decoder else ids
-        if params.num_beams > 1:
-            thinking = None
-        return PreparedPrompt(asked, ids, params, preceding_ids, text, adapter, forced_call, plan, thinking)
+        is_apart = self._defaults.is_encoder_decoder
+        return PreparedPrompt(
+            asked,
+            encoded.ids,
+            params,
+            preceding_ids=[] if is_apart else encoded.ids,
+            text="" if excludes_prompt or is_apart else encoded.text,
+            adapter=adapter,
+            forced_call=forced_call,
+            message_plan=plan,
+            thinking=thinking if params.num_beams == 1 else None,
+        )
 
-    def _thinking(
-        self, chat: Chat | None, asked: TaskParams, model_text: str | None, ids: list[int]
-    ) -> Thinking | None:
+    def _asked(self, parameters: GenerationParameters, forced_call: ForcedCall | None) -> TaskParams:
+        """What a prompt asks of the task; a forced call's grammar, and no stop strings of the folder's beside it."""
+        asked = resolve_task_params(parameters, *self._defaults.layers)
+        if forced_call is None:
+            return asked
+        return replace(asked, grammar=forced_call.grammar, stop_strings=parameters.stop_strings or ())
+
+    def _encode(self, request: GenerationRequest, row: int, asked: TaskParams) -> Encoded:
+        """A prompt as the tokens that the model gets, all or the last ones."""
+        source, adds_special_tokens = request.prompts[row], request.options.add_special_tokens
+        about, direction = prompt_name(source, row), self._direction(source, asked)
+        texts: tuple[str, str] | None = None
+        if isinstance(source, str):
+            built = self.hooks.build_prompt(source) if "build_prompt" in self.overridden else source
+            texts = (source, direction.prefix + built)
+            adds = adds_special_tokens is not False
+            special_ids = direction.special_ids if adds else None
+            ids = self.codec.encode(texts[1], about, adds_special_tokens=adds, special_ids=special_ids)
+        elif isinstance(source, Chat):
+            rendered = self._chat_template.render(source)
+            texts = (rendered, rendered)
+            ids = self.codec.encode(rendered, about, adds_special_tokens=bool(adds_special_tokens))
+        else:
+            self.codec.check_ids(PROMPT_TOKEN_IDS, source)
+            ids = list(source)
+        num_kept = self._num_kept(asked.truncate_prompt_tokens, request.parameters[row])
+        if num_kept is not None and num_kept < len(ids):
+            texts, ids = None, ids[-num_kept:]
+        return Encoded(self.codec, ids, texts, direction.first_id)
+
+    def _thinking(self, chat: Chat | None, asked: TaskParams, encoded: Encoded) -> Thinking | None:
         """The thinking of a prompt's completions, if anything is asked of it: a budget, or an answer by a grammar."""
         is_off = chat is not None and switched(chat.template_kwargs) is False
         budget = 0 if is_off else asked.thinking_budget
         if budget is None and (chat is None or asked.grammar is None):
             return None
-        prompt = self.codec.decode(ids, keeps_special_tokens=True) if model_text is None else model_text
-        thinking = self._messages.thinking(prompt)
+        thinking = self._messages.thinking(encoded.model_text)
         if thinking is None or (is_off and not thinking.is_open and not thinking.lead):
             return None
         return replace(thinking, budget=budget)
+
+    def _resolve(
+        self, request: GenerationRequest, row: int, asked: TaskParams, obstacle: str | None, encoded: Encoded
+    ) -> SamplingParams:
+        """A prompt's sampling parameters, checked; with an obstacle without the beams that are a default."""
+        options, parameters = request.options, without_beams(request.parameters[row], obstacle)
+        about = prompt_name(request.prompts[row], row)
+        params = self._sampling_params(asked, len(encoded.ids), about, parameters)
+        wants_logprobs = params.logprobs is None and (options.return_logprobs or options.return_cumulative_logprob)
+        return replace(
+            params,
+            logprobs=0 if wants_logprobs else params.logprobs,
+            bad_words_ids=self._encode_bad_words(asked.bad_words),
+            first_id=encoded.first_id,
+        )
 
     def describe_tokens(self, prompt: PreparedPrompt) -> dict[str, Any]:
         """A prompt's tokens, in the names of vLLM's `/tokenize`."""
@@ -239,22 +295,6 @@ class PromptPreparer:
             )
         return NO_DIRECTION
 
-    def _encode(
-        self, source: Prompt, row: int, direction: Direction, adds_special_tokens: bool | None
-    ) -> tuple[str | None, str | None, list[int]]:
-        """A prompt's text, as the request gives it and as the model gets it, and its tokens; no texts of tokens."""
-        about = prompt_name(source, row)
-        if isinstance(source, str):
-            model_text = direction.prefix + self.hooks.build_prompt(source)
-            if adds_special_tokens is False:
-                return source, model_text, self.codec.encode(model_text, about, adds_special_tokens=False)
-            return source, model_text, self.codec.encode(model_text, about, special_ids=direction.special_ids)
-        if isinstance(source, Chat):
-            text = self._chat_template.render(source)
-            return text, text, self.codec.encode(text, about, adds_special_tokens=bool(adds_special_tokens))
-        self.codec.check_ids(PROMPT_TOKEN_IDS, source)
-        return None, None, list(source)
-
     def _num_kept(self, asked: int | None, parameters: GenerationParameters) -> int | None:
         """How many tokens of the prompt `truncate_prompt_tokens` keeps at most, one at least."""
         if asked != -1:
@@ -275,6 +315,8 @@ class PromptPreparer:
         Raises:
             RequestError: It is not a grammar that can be followed.
         """
+        if prompt.asked.grammar is None and prompt.thinking is None:
+            return prompt
         params, answer = prompt.params, None
         constraint: Callable[[], Constraint] | None
         try:
@@ -325,8 +367,9 @@ class PromptPreparer:
                     field=parameter,
                     sizes={"tokens": num_prompt_tokens, "new_tokens": number, "limit": context_length},
                 )
-        params = resolve_sampling_params(parameters, *defaults.layers, max_new_tokens=defaults.max_output_length)
-        params = replace(params, max_new_tokens=min(params.max_new_tokens, room))
+        params = resolve_sampling_params(
+            parameters, *defaults.layers, max_new_tokens=defaults.max_output_length, room=room
+        )
         if params.num_rows > defaults.max_num_seqs:
             counts = {"num_beams": params.num_beams, "best_of": params.best_of}
             parameter = next(

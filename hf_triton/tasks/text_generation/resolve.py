@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final
@@ -31,11 +32,11 @@ class TaskParams:
     includes_stop: bool = False
     """Whether a completion ends with its stop string."""
     stop_token_ids: tuple[int, ...] = ()
-    """To be added to `SamplingParams.eos_ids`."""
+    """These are added to `SamplingParams.eos_ids`."""
     truncate_prompt_tokens: int | None = None
     """Tokens of the prompt to keep; -1: as many as fit."""
     bad_words: tuple[str, ...] = ()
-    """To become `SamplingParams.bad_words_ids`."""
+    """These become `SamplingParams.bad_words_ids`."""
     max_time_s: float | None = None
     """Waiting included; None: no limit."""
     queue_priority: int = 0
@@ -44,9 +45,9 @@ class TaskParams:
     tgt_lang: str | None = None
     """Languages of the task `translation`."""
     lora_name: str = ""
-    """Of the adapter; empty: none."""
+    """The adapter's name; empty: none."""
     cache_salt: str = ""
-    """Of those with whom cached prefixes are shared; empty: all without one."""
+    """Requests with an equal one share cached prefixes, those with an empty one too."""
     thinking_budget: int | None = None
     """Tokens of thinking; None: no limit."""
     grammar: Grammar | None = None
@@ -79,18 +80,21 @@ class PromptDefaults:
 
 SAMPLING_FIELDS: Final = frozenset(field.name for field in fields(SamplingParams))
 GREEDY_FIELDS: Final = SAMPLING_FIELDS - {"temperature", "top_p", "top_k", "min_p", "typical_p", "seed"}
-"""Those that have a meaning if nothing is sampled."""
+"""The fields that have a meaning if nothing is sampled."""
 RENAMED: Final = {"includes_stop": "include_stop_str_in_output", "max_time_s": "max_time"}
 TASK_FIELDS: Final = {RENAMED.get(field.name, field.name): field.name for field in fields(TaskParams)}
 """The fields of `TaskParams` by parameter."""
 
 
-def resolve_sampling_params(*layers: GenerationParameters, max_new_tokens: int = 1) -> SamplingParams:
+def resolve_sampling_params(
+    *layers: GenerationParameters, max_new_tokens: int = 1, room: float = math.inf
+) -> SamplingParams:
     """Resolve a prompt's sampling parameters; the first layer that sets a parameter wins.
 
     Args:
         layers: The request's, the folder's, the checkpoint's.
         max_new_tokens: The number if no layer sets it.
+        room: New tokens that the context has room for; a larger number of a lower layer is cut to it.
 
     Returns:
         Parameters without `bad_words_ids`, which need the tokenizer. The request's own `min_new_tokens` fit; larger
@@ -111,7 +115,7 @@ def resolve_sampling_params(*layers: GenerationParameters, max_new_tokens: int =
         merged["logit_bias"] = tuple((token_id, float(bias)) for token_id, bias in merged["logit_bias"].items())
     merged["top_k"] = max(merged.get("top_k", 0), 0)  # transformers' -1 keeps all tokens, too
     merged["eos_ids"] = _eos_ids(layers)
-    merged.setdefault("max_new_tokens", max_new_tokens)
+    merged["max_new_tokens"] = min(merged.get("max_new_tokens", max_new_tokens), room)
     names = SAMPLING_FIELDS if do_sample else GREEDY_FIELDS
     params = SamplingParams(**{name: value for name, value in merged.items() if name in names})
     _check_params(params, layers[0])

@@ -103,9 +103,9 @@ class GenerationResponse(SequenceListener):
         self._config = config
         self._encoder = OutputEncoder(checked, config.output_names, preparer)
         self._codec = preparer.codec
-        self._hooks = preparer.hooks
+        self._hooks, self._overridden = preparer.hooks, preparer.overridden
         self._pool = pool
-        self._sends_deltas = self.streams and not self._hooks.overrides("postprocess")
+        self._sends_deltas = self.streams and "postprocess" not in self._overridden
         self._sends_tokens = self._sends_deltas and bool(
             checked.options.return_token_ids or checked.options.return_logprobs
         )
@@ -173,10 +173,12 @@ class GenerationResponse(SequenceListener):
         return self._codec.stream(before, stops, includes_stop=has_stop)
 
     def _has_stopping_rule(self, prompt: PreparedPrompt) -> bool:
-        return prompt.asked.grammar is None and self._hooks.overrides("is_complete")
+        return "is_complete" in self._overridden and prompt.asked.grammar is None
 
     def logits_processor(self) -> LogitsProcessor | None:
         """The folder's own for one sequence. If it fails, the request is refused, and the engine continues."""
+        if "logits_processor" not in self._overridden:
+            return None
         try:
             processor = self._hooks.logits_processor()
         except HfTritonError as error:
@@ -259,7 +261,7 @@ class GenerationResponse(SequenceListener):
         return (
             sum(len(completion.token_ids) for completion in completions) > MAX_QUICK_TOKENS
             or num_logprobs > MAX_QUICK_LOGPROBS
-            or self._hooks.overrides("postprocess")
+            or "postprocess" in self._overridden
             or bool(self.checked.options.return_message)
         )
 
@@ -372,7 +374,8 @@ class GenerationResponse(SequenceListener):
             new, stop_string = up_to_stop(whole, prompt.asked.stop_strings, includes_stop=prompt.asked.includes_stop)
             message = {} if prompt.message_plan is None else self._message(prompt, prompt.message_plan, new, completion)
             reasoning = message.get(REASONING_CONTENT, "")
-            text, num_sent = prompt.text + self._hooks.postprocess(new), 0
+            new = self._hooks.postprocess(new) if "postprocess" in self._overridden else new
+            text, num_sent = prompt.text + new, 0
         return Piece(
             text,
             token_ids=completion.token_ids[num_sent:],

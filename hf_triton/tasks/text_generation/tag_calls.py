@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a tool call ends whose arguments are texts between tags. Knows the tags by their patterns alone.
+"""Finds the end of a tool call whose arguments are texts between tags. Knows the tags by their patterns alone.
 
 Such a format escapes nothing, so a value may hold the format's own tags, as when a model writes about it. A completion
 is read in two ways: tags within a value are balanced, or else its end is the first one behind which the format goes on.

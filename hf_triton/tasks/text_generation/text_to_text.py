@@ -36,7 +36,7 @@ class Direction:
     """How a prompt is given to the model."""
 
     prefix: str = ""
-    """Before the text."""
+    """Text that stands before the prompt's."""
     special_ids: tuple[list[int], list[int]] | None = None
     """Tokens before and after the text's own; None: those that the tokenizer adds."""
     first_id: int | None = None
@@ -48,9 +48,9 @@ class Languages:
     """The languages of a multilingual model's tokenizer (NLLB, M2M100, mBART)."""
 
     special_ids: Mapping[str, tuple[list[int], list[int]]]
-    """By language, the tokens before and after a source text."""
+    """The tokens before and after a source text, by its language."""
     first_ids: Mapping[str, int]
-    """By language, the token that a translation begins with."""
+    """The token that a translation begins with, by its language."""
     source: str | None
     """The default of `src_lang`."""
     has_target: bool
@@ -91,7 +91,7 @@ class TextToText:
         Args:
             text: The prompt.
             src_lang: The request's, or the folder's default.
-            tgt_lang: Likewise.
+            tgt_lang: The same for the translation.
 
         Raises:
             RequestError: A language is missing or unknown, or the model takes none.

@@ -7,17 +7,16 @@ Knows no Triton: requests and responses are `InferenceRequest`s.
 from __future__ import annotations
 
 import dataclasses
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from hf_triton.encoder.types import EncoderGroup, EncoderListener, Outputs
+from hf_triton.encoder.types import EncoderGroup, Outputs
 from hf_triton.engine.types import EngineLoad
-from hf_triton.errors import HfTritonError, RequestError, ShuttingDownError, as_own_error, clip, panics_as_errors
+from hf_triton.errors import RequestError, as_own_error, clip, panics_as_errors
 from hf_triton.protocol.model_info import ModelInfo
 from hf_triton.protocol.prompts import Limits
 from hf_triton.protocol.request_values import in_row
@@ -26,11 +25,12 @@ from hf_triton.protocol.task_requests import Row, TaskRequest, encode_results, o
 from hf_triton.protocol.tensor_values import Array
 from hf_triton.protocol.token_rows import TokenRow
 from hf_triton.tasks.encoder_task import EncodedRow, EncoderTask
-from hf_triton.tasks.engine_task import EngineTask
+from hf_triton.tasks.engine_service import EngineService
 from hf_triton.tasks.image_task import ImageTask
 from hf_triton.tasks.interface import ResponseConfig, model_info
 from hf_triton.tasks.serving.adapters import AdapterStore
 from hf_triton.tasks.serving.admission import MIN_ENCODER_BYTES, MIN_FILE_BYTES, request_limits
+from hf_triton.tasks.serving.answer import Answer
 from hf_triton.tasks.serving.meter import Meter
 from hf_triton.tasks.serving.request import InferenceRequest
 from hf_triton.tasks.tokenizer_answers import TokenizerAnswers
@@ -49,12 +49,12 @@ NUM_THREADS: Final = 4  # tokenizers run outside the interpreter's lock
 MAX_INLINE_CHARACTERS: Final = 1000  # of a row that is tokenized in the caller's thread: less than a thread costs
 
 
-class EncoderService(EngineTask["_Response"]):
-    """Answers requests by the task of an encoder; see `Task`.
+class EncoderService(EngineService):
+    """Answers requests by the task of an encoder.
 
     Args:
-        task: What happens around the forward passes.
-        engine: Runs them. It is closed with this service.
+        task: Encodes and decodes rows.
+        engine: Runs the forward passes. It is closed with this service.
         limits: What one request may hold.
         max_waiting: Rows that may wait; see `AdmissionGate`.
         meter: Counts tokens and times.
@@ -80,7 +80,7 @@ class EncoderService(EngineTask["_Response"]):
         self._meter = meter
 
     def submit(self, request: InferenceRequest, config: ResponseConfig) -> None:
-        """Check a request and start it, see `Task`."""
+        """Check a request and start it, see `RequestService`."""
         checked = self._task.read(request.inputs(), request.parameters, self._limits)
         if config.is_batching:
             checked = dataclasses.replace(checked, shape=(len(checked.rows), 1))
@@ -88,26 +88,58 @@ class EncoderService(EngineTask["_Response"]):
         names = outputs_to_fill(declaration, named, config.output_names, checked.default_outputs)
         if (*names,) == checked.default_outputs == (JSON_OUTPUT,) and len(checked.shape) == 1:
             checked = dataclasses.replace(checked, shape=(*checked.shape, 1))  # MLServer's
-        response = _Response(request, self._task, checked, names, self._meter, self._pool)
-        is_short = len(checked.rows) == 1 and _takes_no_time(checked.rows[0])
-        adapters = [response.lora_name] if response.lora_name else []
-        self._begin(response, len(checked.rows), request.deadline_s(), is_quick=is_short, adapters=adapters)
+        answer, lora_name = Answer(request, self._pool, self._meter), checked.options.lora_name
+        self._begin(
+            answer,
+            partial(self._prepare, answer, checked, names),
+            num_prompts=len(checked.rows),
+            deadline_s=request.deadline_s(),
+            is_quick=len(checked.rows) == 1 and _takes_no_time(checked.rows[0]),
+            adapters=[lora_name] if lora_name else [],
+        )
 
-    def _prepare(self, response: _Response) -> None:
+    def _prepare(self, answer: Answer, checked: TaskRequest[Any], names: Sequence[str]) -> None:
         """Make token sequences of a request's rows and queue them."""
+        request = answer.request
         try:
-            adapter = self._find_adapter(response.lora_name)
-            response.request.adapter = "" if adapter is None else adapter.name
+            adapter = self._find_adapter(checked.options.lora_name)
+            request.adapter = "" if adapter is None else adapter.name
             with panics_as_errors():
-                inputs = response.encode(adapter)
-            if inputs is not None:
-                deadline_s = response.request.deadline_s()
-                response.request.on_ending(None)  # the queue decides from here on
-                self._engine.submit([EncoderGroup(inputs, listener=response, deadline_s=deadline_s)])
+                rows = list(self._encode(answer, checked))
+            self._meter.on_encoded(sum(map(_num_tokens, rows)), request.adapter)
+            inputs = [item for row in rows for item in row.inputs]
+            if adapter is not None:
+                inputs = [dataclasses.replace(item, adapter=adapter) for item in inputs]
+            answer.expect(1, partial(self._make_outputs, rows, checked.options, checked.shape, names))
+            deadline_s = request.deadline_s()
+            request.on_ending(None)  # the queue decides from here on
+            self._engine.submit([EncoderGroup(inputs, listener=answer, deadline_s=deadline_s)])
         except Exception as error:
-            response.refuse(as_own_error("preparing the request", error))
+            answer.refuse(as_own_error("preparing the request", error))
         finally:
-            self._leave(response)
+            self._leave(answer)
+
+    def _encode(self, answer: Answer, checked: TaskRequest[Any]) -> Iterator[EncodedRow]:
+        for number, row in enumerate(checked.rows):
+            answer.check_wanted()
+            try:
+                yield self._task.encode_row(row, checked.options)
+            except RequestError as error:
+                if len(checked.rows) == 1:
+                    raise
+                raise in_row(error, number) from None
+
+    def _make_outputs(
+        self,
+        rows: list[EncodedRow],
+        options: Any,
+        shape: tuple[int, ...],
+        names: Sequence[str],
+        outcomes: list[Outputs],
+    ) -> dict[str, Array]:
+        arrays = iter(outcomes[0])  # those of a row side by side
+        results = [self._task.decode(row, options, list(islice(arrays, len(row.inputs)))) for row in rows]
+        return encode_results(results, [*map(_num_tokens, rows)], self._task.declaration, shape, names)
 
     def _find_adapter(self, name: str | None) -> Adapter | None:
         """The adapter that a request names.
@@ -124,7 +156,7 @@ class EncoderService(EngineTask["_Response"]):
 
 
 class NoEngine:
-    """In place of an encoder's engine, for a task that needs token sequences alone: each gets an empty array."""
+    """Gives each input an empty array, for a task that needs token sequences alone."""
 
     slower: Final = ()
 
@@ -154,101 +186,8 @@ def _takes_no_time(row: Row | TokenRow) -> bool:
     return is_text and sum(map(len, row.values())) <= MAX_INLINE_CHARACTERS
 
 
-class _Response(EncoderListener):
-    """One request from its rows to its final response.
-
-    Args:
-        request: Gets the response.
-        task: Encodes and decodes rows.
-        checked: The rows and options.
-        names: The outputs to fill.
-        meter: Counts tokens and times.
-        pool: Makes the response: a long list of labels or spans takes a while.
-    """
-
-    def __init__(
-        self,
-        request: InferenceRequest,
-        task: EncoderTask[Any],
-        checked: TaskRequest[Any],
-        names: Sequence[str],
-        meter: Meter,
-        pool: ThreadPoolExecutor,
-    ) -> None:
-        self.request = request
-        self._task = task
-        self._checked = checked
-        self._names = names
-        self._meter = meter
-        self._pool = pool
-        self._rows: list[EncodedRow] = []
-        self._ended = threading.Event()
-
-    @property
-    def lora_name(self) -> str | None:
-        """The adapter that the request names."""
-        name: str | None = self._checked.options.lora_name
-        return name
-
-    @property
-    def nums_tokens(self) -> list[int]:
-        """Tokens of each row."""
-        return [sum(item.num_tokens for item in row.inputs) for row in self._rows]
-
-    def is_cancelled(self) -> bool:
-        """Whether the request is cancelled or refused."""
-        return self._ended.is_set() or self.request.is_cancelled()
-
-    def encode(self, adapter: Adapter | None) -> list[Any] | None:
-        """The token sequences of all rows, for an adapter; None if the request ends meanwhile."""
-        options = self._checked.options
-        for number, row in enumerate(self._checked.rows):
-            error = self.request.ending()
-            if error or self._ended.is_set():
-                self.refuse(error or ShuttingDownError())
-                return None
-            try:
-                self._rows.append(self._task.encode_row(row, options))
-            except RequestError as error:
-                if len(self._checked.rows) == 1:
-                    raise
-                raise in_row(error, number) from None
-        self._meter.on_encoded(sum(self.nums_tokens), self.request.adapter)
-        inputs = [item for row in self._rows for item in row.inputs]
-        return inputs if adapter is None else [dataclasses.replace(item, adapter=adapter) for item in inputs]
-
-    def on_begin(self) -> None:
-        """Note how long the request has waited."""
-        self._meter.on_begin(self.request.times)
-
-    def on_finish(self, row: int, outcome: Outputs | HfTritonError) -> None:
-        """Answer the request, in a thread of the pool, or refuse it."""
-        if isinstance(outcome, HfTritonError):
-            self.refuse(outcome)
-            return
-        try:
-            self._pool.submit(self._answer, outcome)
-        except RuntimeError as error:  # the pool is shut down, or no thread is available; a later one may run it still
-            self.refuse(as_own_error("preparing the request", error))
-
-    def _answer(self, outputs: Outputs) -> None:
-        """Make the results and send the final response."""
-        try:
-            with panics_as_errors():
-                self.request.answer(self._encode_results(outputs))
-        except Exception as error:
-            self.refuse(as_own_error("answering the request", error))
-
-    def _encode_results(self, outputs: Outputs) -> dict[str, Array]:
-        rest = iter(outputs)  # those of a row side by side
-        parts = [(row, list(islice(rest, len(row.inputs)))) for row in self._rows]
-        results = [self._task.decode(row, self._checked.options, part) for row, part in parts]
-        return encode_results(results, self.nums_tokens, self._task.declaration, self._checked.shape, self._names)
-
-    def refuse(self, error: HfTritonError) -> None:
-        """End the request with an error, unless it has ended."""
-        self._ended.set()
-        self.request.refuse(error)
+def _num_tokens(row: EncodedRow) -> int:
+    return sum(item.num_tokens for item in row.inputs)
 
 
 def build_encoder_service(

@@ -1,74 +1,70 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One folder's task behind Triton: every request that arrives gets exactly one final response."""
+"""Requests from Triton to a folder's service: each that arrives gets exactly one final response."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 from hf_triton.errors import ERROR_FORM, ERROR_FORM_VERSION, HfTritonError, RequestError, as_own_error, where
-from hf_triton.protocol.model_info import MODEL_INFO, ModelInfo, asks_for_info
+from hf_triton.protocol.model_info import MODEL_INFO
 from hf_triton.protocol.names import JSON_OUTPUT, TEXT_OUTPUTS
 from hf_triton.protocol.prompts import prompt_shape
 from hf_triton.protocol.requests import check_parameter_names, is_cancel_request
 from hf_triton.protocol.tensor_values import encode_strings
 from hf_triton.protocol.tokenizer_request import TOKENIZER_REQUEST
 from hf_triton.sentence import param
-from hf_triton.tasks.interface import ResponseConfig, Task
+from hf_triton.tasks.interface import RequestService, ResponseConfig
 from hf_triton.tasks.serving.meter import Meter
 from hf_triton.tasks.serving.request import InferenceRequest
 from hf_triton.tasks.serving.tracing import RequestTracer
 from hf_triton.tasks.tokenizer_answers import TokenizerAnswers
 from hf_triton.triton_backend.cancellation import RequestPoller
 from hf_triton.triton_backend.forwarded_headers import ForwardedHeaders
-from hf_triton.triton_backend.request import NO_HEADERS, TritonRequest
+from hf_triton.triton_backend.request import TritonRequest
 
 logger = logging.getLogger(__name__)
 
 
-class Service:
-    """Hands a folder's requests to its task.
+class Dispatcher:
+    """Hands a folder's requests to its service, and answers those that are no work for an engine.
 
     Args:
-        task: Answers requests.
+        service: Answers the others.
         config: How the folder's requests are answered.
         poller: Polls this process's requests.
         meter: Counts requests.
         cancel_elsewhere: Cancels the requests of an id in the server's other processes; may take seconds.
-        headers: Those that the server adds to requests' parameters.
+        closing: Closes what serves the folder; `close` does so.
+        headers: The headers that the server adds to requests' parameters; None: it adds none.
         tracer: Makes the spans of requests.
-        info: What the folder's model is; None if another process has it.
-        tokenizer: Answers what is asked of the model's tokenizer; None: it has none, or another process has it.
     """
 
     def __init__(
         self,
-        task: Task,
+        service: RequestService,
         config: ResponseConfig,
         *,
         poller: RequestPoller,
         meter: Meter,
         cancel_elsewhere: Callable[[str], None],
-        headers: ForwardedHeaders = NO_HEADERS,
+        closing: ExitStack,
+        headers: ForwardedHeaders | None = None,
         tracer: RequestTracer | None = None,
-        info: ModelInfo | None = None,
-        tokenizer: TokenizerAnswers | None = None,
     ) -> None:
-        self.task = task
-        self.closers: Sequence[Callable[[], None]] = (task.close, config.sender.close)
-        """What `close` calls, in order."""
+        self.service = service
+        self.closing = closing
         self._config = config
         self._poller = poller
         self._meter = meter
         self._cancel_elsewhere = cancel_elsewhere
         self._headers = headers
         self._tracer = tracer
-        self._info = info
-        self._tokenizer = tokenizer
         self._cancel_pool = ThreadPoolExecutor(1, thread_name_prefix="hf_triton-cancel")
         self._tokenizer_pool = ThreadPoolExecutor(1, thread_name_prefix="hf_triton-tokenizer")
 
@@ -89,20 +85,20 @@ class Service:
             request.wants_error_data = parameters.get(ERROR_FORM) == ERROR_FORM_VERSION
             if is_cancel_request(parameters):
                 self._cancel(request, parameters)
-            elif self._info is not None and asks_for_info(parameters):
+            elif parameters.get(MODEL_INFO) is True and self.service.info is not None:
                 request.is_counted = False
                 shape = self._json_shape(request, MODEL_INFO)
-                request.answer({JSON_OUTPUT: encode_strings([self._info.to_json()], shape)})
+                request.answer({JSON_OUTPUT: encode_strings([self.service.info.to_json()], shape)})
             elif TOKENIZER_REQUEST in parameters:
                 request.is_counted = False
-                if self._tokenizer is None:
+                if self.service.tokenizer is None:
                     raise RequestError("invalid_parameter", "this model has no tokenizer to ask")
                 shape = self._json_shape(request, TOKENIZER_REQUEST)
-                self._tokenizer_pool.submit(self._answer_tokens, self._tokenizer, request, parameters, shape)
+                self._tokenizer_pool.submit(self._answer_tokens, self.service.tokenizer, request, parameters, shape)
             else:
                 if self._tracer is not None:
                     self._tracer.begin(request, parameters)
-                self.task.submit(request, config)
+                self.service.submit(request, config)
         except HfTritonError as error:
             request.refuse(error)
         except Exception as error:
@@ -111,10 +107,9 @@ class Service:
 
     def close(self) -> None:
         """Answer every request, then stop. Triton calls this when no request is in flight."""
-        self._cancel_pool.shutdown(wait=True)
-        self._tokenizer_pool.shutdown(wait=True)
-        for close in self.closers:
-            close()
+        with self.closing:  # whatever fails, the rest is closed
+            self._cancel_pool.shutdown(wait=True)
+            self._tokenizer_pool.shutdown(wait=True)
 
     def _cancel(self, request: InferenceRequest, parameters: Mapping[str, object]) -> None:
         """Cancel the requests with this request's id, in all processes, and answer it with empty strings."""

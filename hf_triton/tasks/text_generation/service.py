@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from hf_triton.engine.sequence import Completion, SequenceGroup
@@ -29,7 +30,7 @@ from hf_triton.runner.gpu_memory import WHOLE_GPU, GpuPart
 from hf_triton.sentence import param
 from hf_triton.settings import ModelSettings
 from hf_triton.tasks.checked_hooks import CheckedHooks
-from hf_triton.tasks.engine_task import EngineTask
+from hf_triton.tasks.engine_service import EngineService
 from hf_triton.tasks.hooks import Hooks
 from hf_triton.tasks.interface import ResponseConfig, model_info
 from hf_triton.tasks.serving.adapters import AdapterStore
@@ -52,11 +53,11 @@ NUM_TOKENIZER_THREADS = 4  # tokenizers run outside the interpreter's lock: a lo
 NUM_HOOK_THREADS = 16  # `build_prompt` and `postprocess` may wait for other services
 
 
-class TextGeneration(EngineTask[GenerationResponse]):
+class TextGenerationService(EngineService):
     """Answers requests with generated text.
 
     Args:
-        engine: Runs the sequences. It is closed with this task.
+        engine: Runs the sequences. It is closed with this service.
         preparer: Prepares prompts.
         limits: What one request may hold.
         max_waiting: Prompts that may wait; see `AdmissionGate`.
@@ -76,8 +77,7 @@ class TextGeneration(EngineTask[GenerationResponse]):
         returns_timings: bool,
         info: ModelInfo | None = None,
     ) -> None:
-        hooks = preparer.hooks
-        num_threads = NUM_HOOK_THREADS if hooks.overrides("build_prompt") else NUM_TOKENIZER_THREADS
+        num_threads = NUM_HOOK_THREADS if "build_prompt" in preparer.overridden else NUM_TOKENIZER_THREADS
         super().__init__(
             engine,
             limits,
@@ -89,12 +89,12 @@ class TextGeneration(EngineTask[GenerationResponse]):
         self._preparer = preparer
         self._returns_timings = returns_timings
         self._grammar_pool = ThreadPoolExecutor(1, thread_name_prefix="hf_triton-grammar")
-        num_threads = NUM_HOOK_THREADS if hooks.overrides("postprocess") else 1
+        num_threads = NUM_HOOK_THREADS if "postprocess" in preparer.overridden else 1
         self._response_pool = ThreadPoolExecutor(num_threads, thread_name_prefix="hf_triton-response")
         self._pools += [self._grammar_pool, self._response_pool]
 
     def submit(self, request: InferenceRequest, config: ResponseConfig) -> None:
-        """Check a request and start it, see `Task`."""
+        """Check a request and start it, see `RequestService`."""
         inputs = request.inputs()
         named = config.named_outputs(request)
         checked = parse_request(inputs, with_named_outputs(request.parameters, inputs, named), self._limits)
@@ -115,13 +115,14 @@ class TextGeneration(EngineTask[GenerationResponse]):
     def generate(self, request: InferenceRequest, checked: GenerationRequest, config: ResponseConfig) -> None:
         """Start a checked request and return at once. An error of one prompt is the response of all."""
         response = GenerationResponse(request, checked, config, self._preparer, self._response_pool)
-        deadline_s = request.deadline_s(self._preparer.max_time_s(checked))
+        is_quick = self._preparer.is_quick(checked)
         self._begin(
             response,
-            len(checked.prompts),
-            deadline_s,
-            is_quick=self._preparer.is_quick(checked),
-            adapters=self._preparer.adapter_names(checked),
+            partial(self._prepare, response),
+            num_prompts=len(checked.prompts),
+            deadline_s=request.deadline_s(self._preparer.max_time_s(checked)),
+            is_quick=is_quick,
+            adapters=() if is_quick else self._preparer.adapter_names(checked),
         )
 
     def check_defaults(self) -> None:
@@ -170,7 +171,7 @@ class TextGeneration(EngineTask[GenerationResponse]):
                 response.on_finish(row, [Completion([], "length")])
             self._leave(response)
         elif any(map(self._preparer.has_cold_grammar, response.prompts)):
-            self._run(self._grammar_pool, self._start, response)
+            self._run(self._grammar_pool, partial(self._start, response), response)
         else:
             self._start(response)
 
@@ -202,8 +203,8 @@ def build_text_generation(
     returns_timings: bool,
     response_template: Spec | str | None = None,
     gpu_part: GpuPart = WHOLE_GPU,
-) -> TextGeneration:
-    """The task of a loaded checkpoint, its engine running.
+) -> TextGenerationService:
+    """The service of a loaded checkpoint, its engine running.
 
     Args:
         checkpoint: Model and tokenizer.
@@ -258,7 +259,7 @@ def build_text_generation(
         _prompt_defaults(checkpoint, settings, max_num_seqs, is_text_to_text=text_to_text is not None),
         text_to_text,
     )
-    task = TextGeneration(
+    service = TextGenerationService(
         engine,
         preparer,
         limits,
@@ -273,13 +274,13 @@ def build_text_generation(
             **preparer.chat_info(),
         ),
     )
-    task.tokenizer = TokenizerAnswers(checkpoint, checkpoint.context_length, limits, chat_template)
+    service.tokenizer = TokenizerAnswers(checkpoint, checkpoint.context_length, limits, chat_template)
     try:
-        task.check_defaults()
+        service.check_defaults()
     except SettingsError:
-        task.close()
+        service.close()
         raise
-    return task
+    return service
 
 
 def _prompt_defaults(

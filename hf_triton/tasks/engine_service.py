@@ -1,40 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tasks with an engine share: a gate, threads that prepare requests, and the order in which all of it ends."""
+"""What services with an engine share: a gate, threads that prepare requests, and the order in which all of it ends."""
 
 from __future__ import annotations
 
 import dataclasses
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import Generic, TypeVar
 
 from hf_triton.engine.types import Engine, EngineLoad
 from hf_triton.errors import HfTritonError, as_own_error
 from hf_triton.protocol.model_info import ModelInfo
 from hf_triton.protocol.prompts import Limits
+from hf_triton.tasks.interface import RequestService
 from hf_triton.tasks.serving.adapters import AdapterStore, Waiter
 from hf_triton.tasks.serving.admission import AdmissionGate, PendingResponse
-from hf_triton.tasks.tokenizer_answers import TokenizerAnswers
-
-Response = TypeVar("Response", bound=PendingResponse)
 
 
-class EngineTask(ABC, Generic[Response]):
-    """Admits requests and prepares them, see `Task`.
+class EngineService(RequestService):
+    """Admits requests and has them prepared for its engine.
 
     Args:
-        engine: Computes. It is closed with this task.
+        engine: Computes. It is closed with this service.
         limits: What one request may hold.
         max_waiting: Prompts that may wait; see `AdmissionGate`.
-        num_threads: That prepare requests.
+        num_threads: Number of threads that prepare requests.
         info: What the model is.
         adapters: Its LoRA adapters; None: it takes none.
     """
-
-    tokenizer: TokenizerAnswers | None = None
-    """Answers what is asked of the tokenizer."""
 
     def __init__(
         self,
@@ -54,10 +46,6 @@ class EngineTask(ABC, Generic[Response]):
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="hf_triton-prepare")
         self._pools = [self._pool]
         """What `close` ends, in order."""
-
-    @abstractmethod
-    def _prepare(self, response: Response) -> None:
-        """Prepare a request and queue it, or refuse it; it leaves the gate then. Raises nothing."""
 
     def is_healthy(self) -> bool:
         """Whether requests can be taken."""
@@ -79,18 +67,20 @@ class EngineTask(ABC, Generic[Response]):
 
     def _begin(
         self,
-        response: Response,
+        response: PendingResponse,
+        prepare: Callable[[], None],
+        *,
         num_prompts: int,
         deadline_s: float | None,
-        *,
         is_quick: bool,
         adapters: Collection[str] = (),
     ) -> None:
         """Admit a request and prepare it, or refuse it.
 
         Args:
-            response: Its own.
-            num_prompts: That the gate counts.
+            response: Ends the request if it is refused.
+            prepare: Prepares the request and queues it, or refuses it; it leaves the gate then. Raises nothing.
+            num_prompts: Prompts that the gate counts.
             deadline_s: By `time.monotonic()`; the request is refused if its preparation takes longer.
             is_quick: Whether it is prepared in this thread: it takes less than another thread costs.
             adapters: Names of adapters that it needs: it is prepared when they are known, and holds no thread before.
@@ -102,16 +92,21 @@ class EngineTask(ABC, Generic[Response]):
             return
         response.request.on_ending(response.refuse, deadline_s)
         if adapters and self._adapters is not None:
-            self._wait_for_adapters(self._adapters, response, adapters, deadline_s)
+            self._wait_for_adapters(self._adapters, response, prepare, adapters, deadline_s)
         elif is_quick:
-            self._prepare(response)
+            prepare()
         else:
-            self._run(self._pool, self._prepare, response)
+            self._run(self._pool, prepare, response)
 
     def _wait_for_adapters(
-        self, store: AdapterStore, response: Response, names: Collection[str], deadline_s: float | None
+        self,
+        store: AdapterStore,
+        response: PendingResponse,
+        prepare: Callable[[], None],
+        names: Collection[str],
+        deadline_s: float | None,
     ) -> None:
-        waiter = Waiter(names, partial(self._run, self._pool, self._prepare, response))
+        waiter = Waiter(names, lambda: self._run(self._pool, prepare, response))
 
         def end(error: HfTritonError) -> None:
             response.refuse(error)
@@ -121,13 +116,13 @@ class EngineTask(ABC, Generic[Response]):
         response.request.on_ending(end, deadline_s)
         store.when_known(waiter)
 
-    def _run(self, pool: ThreadPoolExecutor, work: Callable[[Response], None], response: Response) -> None:
+    def _run(self, pool: ThreadPoolExecutor, work: Callable[[], None], response: PendingResponse) -> None:
         try:
-            pool.submit(work, response)
+            pool.submit(work)
         except RuntimeError as error:  # the pool is shut down, or no thread is available; a later one may run it still
             response.refuse(as_own_error("preparing the request", error))
             self._leave(response)
 
-    def _leave(self, response: Response) -> None:
+    def _leave(self, response: PendingResponse) -> None:
         self._gate.leave(response)
         response.request.on_ending(None)

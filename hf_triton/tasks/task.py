@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeclaredTask: a task whose requests and responses a `TaskDeclaration` describes, as the server knows it."""
+"""Task: what a model does with requests, which a `TaskDeclaration` describes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hf_triton.protocol.task_declaration import TaskDeclaration
@@ -14,12 +13,10 @@ if TYPE_CHECKING:
     from hf_triton.hub.checkpoint import Checkpoint
     from hf_triton.hub.locate import Hub
     from hf_triton.settings import ModelSettings
-    from hf_triton.tasks.interface import LoadedTask
-    from hf_triton.tasks.serving.meter import Meter
 
 
-class DeclaredTask:
-    """A task of a model folder.
+class Task:
+    """A task of a model folder: declares requests, encodes and decodes what they hold.
 
     Attributes:
         declaration: Its requests and responses.
@@ -44,27 +41,3 @@ class DeclaredTask:
         Raises:
             LoadError: The checkpoint does not fit the task.
         """
-
-    @classmethod
-    def start(
-        cls,
-        checkpoint: Checkpoint,
-        settings: ModelSettings,
-        *,
-        on_fatal: Callable[[], None],
-        meter: Meter,
-        hub: Hub | None = None,
-    ) -> LoadedTask:
-        """Serve a loaded checkpoint, its engine running.
-
-        Args:
-            checkpoint: Model and tokenizer.
-            settings: The folder's.
-            on_fatal: Called after the engine has failed for good.
-            meter: Counts.
-            hub: Finds the folder's adapters.
-
-        Raises:
-            LoadError: The checkpoint does not fit the task.
-        """
-        raise NotImplementedError
