@@ -138,7 +138,7 @@ class ContinuousBatchingEngine(GenerationWorker):
         """Give back memory that the prefix cache does not keep, and allow as many sequences as at first."""
         self.executor.lose_inflight()
         self.memory.rest()
-        self.scheduler.reset_limits()
+        self.scheduler.admission.reset_limit()
 
     def load(self) -> EngineLoad:
         """What the engine holds; from any thread, and not quite at one moment."""

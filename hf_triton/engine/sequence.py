@@ -307,6 +307,12 @@ class Sequence:
             self.group.finish_if_complete()
         return self.finish_reason is not None
 
+    def add_scores(self, scores: list[TokenLogprobs], num_tokens: int) -> None:
+        """Note the log probabilities of its first prompt tokens; the group has them when all are known."""
+        self.prompt_scores += scores
+        if num_tokens >= len(self.group.prompt_ids):
+            self.group.prompt_logprobs = self.prompt_scores
+
     def expire(self) -> None:
         """Finish with the tokens that it has: it is late."""
         if not self.is_done:

@@ -13,6 +13,7 @@ import torch
 from hf_triton.engine.config import EngineConfig
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.executor import InflightStep
+from hf_triton.engine.step_draft import StepDraft
 from hf_triton.errors import GenerationError, UnavailableError
 from hf_triton.runner.device import ChunkSizes
 from hf_triton.sampling.params import SamplingParams
@@ -37,7 +38,7 @@ POISON = 299
 NO_MEMORY, BOOM = torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("boom")
 SMALL = ChunkSizes(48, 24)
 PLACES: dict[str, Callable[[ContinuousBatchingEngine], tuple[Any, str]]] = {
-    "schedule": lambda engine: (engine.scheduler, "_compute"),
+    "schedule": lambda _: (StepDraft, "add"),
     "allocate": lambda engine: (engine.memory.pool, "allocate"),
     "copy blocks": lambda engine: (engine.runner.cache, "copy_blocks"),
     "forward": lambda engine: (engine.runner.cache.layers[1], "update"),
