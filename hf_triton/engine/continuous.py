@@ -115,16 +115,22 @@ class ContinuousBatchingEngine(GenerationWorker):
 
     def step(self) -> None:
         """Schedule a step, run it, and update the sequences."""
-        scheduled = Step()
         try:
-            scheduled = self.scheduler.schedule()
-            if scheduled.wait_s:
-                self.wait(scheduled.wait_s)
-            for output in self.executor.run(scheduled):
+            step = self.scheduler.schedule()
+        except Exception as error:
+            self._recover(Step(), error)
+            return
+        try:
+            if step.wait_s:
+                self.wait(step.wait_s)
+            for output in self.executor.run(step):
                 self.scheduler.update(output)
         except Exception as error:
-            self.executor.lose_inflight()
-            self.recovery.recover(scheduled, error)
+            self._recover(step, error)
+
+    def _recover(self, step: Step, error: Exception) -> None:
+        self.executor.lose_inflight()
+        self.recovery.recover(step, error)
 
     def is_busy(self) -> bool:
         """Whether admitted groups have no outcome yet."""
