@@ -34,6 +34,7 @@ from engine import VOCABULARY, build_packed_model
 from folders import processor
 
 from hf_triton.engine.continuous import ContinuousBatchingEngine
+from hf_triton.engine.options import EngineOptions
 from hf_triton.engine.sequence import Outcome, SequenceGroup, SequenceListener
 from hf_triton.errors import HfTritonError
 from hf_triton.runner import device
@@ -115,7 +116,7 @@ def measure(model: transformers.PreTrainedModel, chunks: str) -> Figures:
     source = random.Random(0)
     running = [Generation(random_prompt(source, 32), NUM_TOKENS) for _ in range(NUM_RUNNING)]
     late = Generation(random_prompt(source, PROMPT_TOKENS), 8)
-    engine = ContinuousBatchingEngine(model, max_num_seqs=NUM_RUNNING + 1)
+    engine = ContinuousBatchingEngine(model, EngineOptions(max_num_seqs=NUM_RUNNING + 1))
     try:
         engine.submit([generation.sequence for generation in running])
         for generation in running:

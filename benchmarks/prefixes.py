@@ -32,6 +32,7 @@ from inside import OnFinish
 from transformers.cache_utils import DynamicCache
 
 from hf_triton.engine.continuous import ContinuousBatchingEngine
+from hf_triton.engine.options import EngineOptions
 from hf_triton.engine.sequence import Outcome, SequenceGroup
 from hf_triton.errors import HfTritonError
 from hf_triton.runner.calling import cache_name
@@ -131,7 +132,9 @@ WORKLOADS: dict[str, Callable[[ContinuousBatchingEngine], TokenLists]] = {
 def measure(model: transformers.PreTrainedModel, counter: PromptCounter, name: str) -> Figures:
     cpu_s, prompt_tokens, completions = [], [], []
     for enable_prefix_caching in (False, True):
-        engine = ContinuousBatchingEngine(model, max_num_seqs=WIDTH, enable_prefix_caching=enable_prefix_caching)
+        engine = ContinuousBatchingEngine(
+            model, EngineOptions(max_num_seqs=WIDTH, enable_prefix_caching=enable_prefix_caching)
+        )
         try:
             counter.num_tokens, started_s = 0, time.process_time()
             completions.append(WORKLOADS[name](engine))

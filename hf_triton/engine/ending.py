@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a call of `model.generate` ends."""
+"""Ends a call of `model.generate`."""
 
 from __future__ import annotations
 

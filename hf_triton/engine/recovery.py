@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""After a failed step of the continuous engine: fewer sequences at a time, and only the one at fault is refused."""
+"""Recovers from a failed step: fewer sequences run at a time, and only the one at fault is refused."""
 
 from __future__ import annotations
 
@@ -77,10 +77,10 @@ class Recovery:
 
     def _halve(self, suspects: list[Sequence]) -> None:
         """Begin two trials."""
-        half = (len(suspects) + 1) // 2
-        for part in (suspects[:half], suspects[half:]):
+        middle = (len(suspects) + 1) // 2
+        for half in (suspects[:middle], suspects[middle:]):
             trial = next(self._trials)
-            for sequence in part:
+            for sequence in half:
                 sequence.trial = trial
 
     def _make_room(self, sequences: list[Sequence]) -> None:

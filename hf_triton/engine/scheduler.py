@@ -44,7 +44,7 @@ class Scheduler:
     Args:
         memory: The block pool and its budget.
         queue: Groups that wait for admission.
-        traits: Those of the model.
+        traits: Properties of the model.
         max_sequences: The most sequences that run at a time.
         start: Creates the sequences of an admitted group, or finishes it with an error.
         observer: Observes the engine.

@@ -24,7 +24,7 @@ class SequenceAdmission:
         memory: The block pool and its budget.
         prefixes: Finds the blocks that a context begins with.
         queue: Groups that wait for admission.
-        traits: Those of the model.
+        traits: Properties of the model.
         max_sequences: The most sequences that run at a time.
         start: Creates the sequences of an admitted group, or finishes it with an error.
         config: The engine's constants.

@@ -21,9 +21,9 @@ from hf_triton.engine.types import EngineLoad
 from hf_triton.engine.worker import Worker
 
 MAX_ROWS: Final = {"cpu": 4}
-"""By torch's device type, short audios of a batch at most: the next one waits until they are done."""
+"""The most short audios of a batch, by torch's device type: the next one waits until they are done."""
 DEFAULT_ROWS: Final = 32
-"""On all others."""
+"""The most on all other devices."""
 
 
 class SpeechEngine(Worker[SpeechGroup]):
@@ -121,7 +121,7 @@ class SpeechEngine(Worker[SpeechGroup]):
         arguments: dict[str, Any] = {}
         if params.task is not None:
             names = {token_id: name for name, token_id in self._model.generation_config.lang_to_id.items()}
-            arguments |= {"task": params.task, "language": [names[each] for each in language_ids]}
+            arguments |= {"task": params.task, "language": [names[language_id] for language_id in language_ids]}
         if params.prompt_ids:
             arguments["prompt_ids"] = torch.tensor(params.prompt_ids, device=self._model.device)
         if params.max_new_tokens is not None:

@@ -48,7 +48,7 @@ class StepDraft:
     """The ranges of a step, to which decoding sequences are added first.
 
     Args:
-        traits: Those of the model.
+        traits: Properties of the model.
     """
 
     def __init__(self, traits: ModelTraits) -> None:
