@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 from hf_triton.errors import HfTritonError
@@ -16,27 +17,26 @@ logger = logging.getLogger(__name__)
 Item = TypeVar("Item")
 
 
+@dataclass
 class BatchSize:
-    """How much is computed together: half as much once the memory has no room, a little more after every success.
+    """How much is computed together: half as much once the memory has no room, a little more after every success."""
 
-    Args:
-        most: What is computed together at most.
-        least: What is tried however often the memory has no room.
-        step: What a success adds.
-    """
+    most: int
+    least: int = 1
+    """What is tried however often the memory has no room, if it is no more than `most`."""
+    step: int = 1
+    """What a success adds."""
 
-    def __init__(self, most: int, *, least: int = 1, step: int = 1) -> None:
-        self.now = self._most = most
-        self._least = min(least, most)
-        self._step = step
+    def __post_init__(self) -> None:
+        self.now = self.most
 
     def shrink(self) -> None:
         """Halve it."""
-        self.now = max(self.now // 2, self._least)
+        self.now = max(self.now // 2, min(self.least, self.most))
 
     def grow(self) -> None:
         """Add a step."""
-        self.now = min(self._most, self.now + self._step)
+        self.now = min(self.most, self.now + self.step)
 
 
 def run_in_halves(

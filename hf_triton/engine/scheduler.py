@@ -79,14 +79,7 @@ class Scheduler:
             recompute_length=traits.recompute_length,
         )
         self.admission = SequenceAdmission(
-            self.running,
-            memory,
-            self._prefixes,
-            queue,
-            traits,
-            max_sequences=max_sequences,
-            start=start,
-            config=config,
+            self.running, memory, self._prefixes, queue, traits, max_sequences, start, config
         )
         self._notes = StepNotes(memory.pool)
         self._cuts_context = False  # whether the last step cut a context
