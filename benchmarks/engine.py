@@ -35,6 +35,7 @@ from inside import Request, run_requests
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_triton.engine.continuous import ContinuousBatchingEngine
+from hf_triton.engine.options import EngineOptions
 from hf_triton.runner.calling import cache_name
 from hf_triton.runner.cpu import accelerate
 from hf_triton.runner.padding import pad
@@ -154,7 +155,7 @@ def seconds(work: Callable[[], None]) -> float:
 
 def measure(plain: LlamaForCausalLM, model: LlamaForCausalLM, requests: list[Request], width: int) -> dict[str, float]:
     """One round of one case: tokens per second of each way."""
-    engine = apart(lambda: ContinuousBatchingEngine(model, max_num_seqs=width))
+    engine = apart(lambda: ContinuousBatchingEngine(model, EngineOptions(max_num_seqs=width)))
     widths = Widths(engine)
     try:
         generate_s = seconds(lambda: generate(plain, requests, width))

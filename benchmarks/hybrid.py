@@ -25,6 +25,7 @@ from folders import processor
 from inside import run_requests
 
 from hf_triton.engine.choose import EngineName, build_engine
+from hf_triton.engine.options import EngineOptions
 from hf_triton.runner.cpu import accelerate
 
 WIDTH: Final = 16
@@ -86,16 +87,7 @@ def build(name: str) -> Any:
 def measure(model: Any, wanted: EngineName, num_requests: int) -> float:
     """Useful tokens per second."""
     requests = build_requests()["mixed"][:num_requests]
-    engine = build_engine(
-        model,
-        wanted,
-        max_num_seqs=WIDTH,
-        max_cache_tokens=None,
-        enable_prefix_caching=True,
-        decoding="auto",
-        context_length=CONTEXT_LENGTH,
-        on_fatal=lambda: None,
-    )
+    engine = build_engine(model, wanted, EngineOptions(max_num_seqs=WIDTH, context_length=CONTEXT_LENGTH))
     try:
         started_s = time.perf_counter()
         run_requests(engine, requests, WIDTH)

@@ -28,6 +28,7 @@ from transformers import LlamaForCausalLM
 
 import hf_triton
 from hf_triton.engine.continuous import ContinuousBatchingEngine
+from hf_triton.engine.options import EngineOptions
 from hf_triton.engine.types import Observer
 from hf_triton.runner.cpu import threads
 from hf_triton.testing import build_tiny_checkpoint
@@ -79,7 +80,7 @@ def count_calls(model: object) -> dict[str, float]:
     counter = CallCounter()
     threading.setprofile(counter.profile)  # for the threads that the engine starts
     try:
-        engine = ContinuousBatchingEngine(model, max_num_seqs=16, observer=counter)
+        engine = ContinuousBatchingEngine(model, EngineOptions(max_num_seqs=16, observer=counter))
     finally:
         threading.setprofile(None)
     with closing(engine):

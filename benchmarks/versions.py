@@ -14,6 +14,7 @@ ratios, old to new: above 1, the new one is faster.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import queue
@@ -69,6 +70,15 @@ def serve(tree: Path) -> None:
     model = build_model(context_length=2048)
     pack(model, "all")
 
+    def start() -> Any:
+        """Start an engine; older ones take their options one by one."""
+        engine: Any = ContinuousBatchingEngine
+        if importlib.util.find_spec("hf_triton.engine.options") is None:
+            return engine(model, max_num_seqs=NUM_SLOTS)
+        from hf_triton.engine.options import EngineOptions
+
+        return engine(model, EngineOptions(max_num_seqs=NUM_SLOTS))
+
     def take(put: Callable[[Any], None]) -> dict[str, Any]:
         """What passes outcomes on; groups had callbacks before they had a listener."""
         return {"listener": inside.OnFinish(put)} if hasattr(inside, "OnFinish") else {"on_finish": put}
@@ -86,7 +96,7 @@ def serve(tree: Path) -> None:
     for line in sys.stdin:
         case, seed = json.loads(line)
         requests, width = requests_of(case, seed, VOCABULARY)
-        with closing(ContinuousBatchingEngine(model, max_num_seqs=NUM_SLOTS)) as engine:
+        with closing(start()) as engine:
             inside.run_requests(engine, [([1, 2, 3], 2)], 1)
             started_s, started_cpu_s = time.perf_counter(), time.process_time()
             if width:

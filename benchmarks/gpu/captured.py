@@ -23,6 +23,7 @@ from figures import Figures, read_options
 from loads import Meter, Request, random_prompts, run_requests
 
 from hf_triton.engine.continuous import ContinuousBatchingEngine
+from hf_triton.engine.options import EngineOptions
 from hf_triton.runner.cuda import fuse
 from hf_triton.runner.lora.adapters import Adapters
 from hf_triton.runner.way_probe import probe_ways
@@ -89,7 +90,7 @@ def measure(model: Any, adapter: Path | None = None) -> dict[str, Any]:
     with counted() as counts:
         adapters = None if adapter is None else Adapters(model)
         engine = ContinuousBatchingEngine(
-            model, way=way, max_num_seqs=8, max_cache_tokens=4096, adapters=adapters, observer=meter
+            model, EngineOptions(max_num_seqs=8, max_cache_tokens=4096, adapters=adapters, observer=meter), way
         )
         with closing(engine):
             start_s, graphs = time.perf_counter() - began_s, counts["graphs"]

@@ -31,6 +31,7 @@ from loads import Meter, Request, decoding, mixed_requests, random_prompts, run_
 from models import CONFIGS, build_decoder, weight_bytes
 
 from hf_triton.engine.continuous import ContinuousBatchingEngine
+from hf_triton.engine.options import EngineOptions
 from hf_triton.runner.cuda import fuse
 from hf_triton.runner.device_step import step_sizes
 from hf_triton.runner.model_runner import ModelRunner
@@ -220,7 +221,9 @@ def started(
     meter = Meter()
     with timed_capture() as captured:
         engine = ContinuousBatchingEngine(
-            model, way=way, max_num_seqs=plan.max_num_seqs, max_cache_tokens=plan.max_cache_tokens, observer=meter
+            model,
+            EngineOptions(max_num_seqs=plan.max_num_seqs, max_cache_tokens=plan.max_cache_tokens, observer=meter),
+            way,
         )
     meter.attach(engine)
     figures.add(

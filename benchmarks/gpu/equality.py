@@ -22,6 +22,7 @@ from figures import Figures, read_options
 from loads import Listener
 
 from hf_triton.engine.continuous import ContinuousBatchingEngine
+from hf_triton.engine.options import EngineOptions
 from hf_triton.engine.sequence import Outcome, SequenceGroup
 from hf_triton.runner.cuda import fuse
 from hf_triton.runner.way_probe import probe_ways
@@ -81,7 +82,7 @@ def compare(model: Any, mode: Literal["eager", "auto"], given: list[Item], expec
     way = probe_ways(model)
     if way is None:
         raise RuntimeError("the continuous engine does not run this model")
-    engine = ContinuousBatchingEngine(model, way=way, max_num_seqs=8, max_cache_tokens=1024, decoding=mode)
+    engine = ContinuousBatchingEngine(model, EngineOptions(max_num_seqs=8, max_cache_tokens=1024, decoding=mode), way)
     with closing(engine):
         found = in_company(engine, given)
     equal = sum(one == other for one, other in zip(found, expected, strict=True))

@@ -35,6 +35,7 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks.folders import ROOT, make_folder
 from benchmarks.lean_client import LeanClient, LostAnswerError
 from hf_triton.engine.continuous import ContinuousBatchingEngine
+from hf_triton.engine.options import EngineOptions
 from hf_triton.errors import ServerError
 from hf_triton.extras import MissingExtraError, check_extras
 from hf_triton.runner.cuda import fuse
@@ -148,7 +149,9 @@ def in_engine(model: Any, plan: Plan, prompts: Prompts) -> Iterator[dict[str, fl
     fuse(model)
     way = probe_ways(model)
     assert way is not None
-    engine = ContinuousBatchingEngine(model, way=way, max_num_seqs=plan.width, max_cache_tokens=MAX_CACHE_TOKENS)
+    engine = ContinuousBatchingEngine(
+        model, EngineOptions(max_num_seqs=plan.width, max_cache_tokens=MAX_CACHE_TOKENS), way
+    )
     with closing(engine):
         for number, (_, count, width) in enumerate([plan.loads[0], *plan.loads]):
             requests = [Request(prompt, SamplingParams(plan.num_new)) for prompt in prompts(count)]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import queue
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -21,10 +20,11 @@ from hf_triton.encoder.probe import Way
 from hf_triton.encoder.stacked import StackedForward
 from hf_triton.encoder.types import ArrayInput, EncoderGroup, EncoderInput, Job, Outputs
 from hf_triton.engine.group import Listener
+from hf_triton.encoder.types import ArrayInput, EncoderGroup, EncoderInput, EncoderListener, Job, Outputs
+from hf_triton.engine.halves import BatchSize, run_in_halves
 from hf_triton.engine.types import EngineLoad
 from hf_triton.engine.worker import Worker
 from hf_triton.errors import GenerationError, HfTritonError
-from hf_triton.runner.faults import error_outcome, is_fatal, is_memory, kind
 
 logger = logging.getLogger(__name__)
 
@@ -65,9 +65,8 @@ class EncoderEngine(Worker[EncoderGroup]):
     ) -> None:
         super().__init__(forward.device, on_fatal, linger_s=LINGER_S)
         default = MAX_BATCH_TOKENS.get(forward.device.type, MAX_BATCH_TOKENS["cuda"])
-        self._max_batch_tokens = default if max_batch_tokens is None else max_batch_tokens
-        self._batch_tokens = self._max_batch_tokens
-        """The same, but for what the memory had no room for lately."""
+        most = default if max_batch_tokens is None else max_batch_tokens
+        self._tokens = BatchSize(most, least=MIN_BATCH_TOKENS, step=MIN_BATCH_TOKENS // 16)
         self.slower = list(forward.slower)
         self.way: Way = forward.way
         """How sequences share a forward."""
@@ -111,58 +110,36 @@ class EncoderEngine(Worker[EncoderGroup]):
 
     def step(self) -> None:
         """Compute what waits, up to the most tokens of a forward."""
-        groups = self.queue.take(self._batch_tokens, takes_any=True)
+        groups = self.queue.take(self._tokens.now, takes_any=True)
         self._running = [job for group in groups for job in group.turns.popleft()]
-        self._run(self._running)
+        run_in_halves(
+            self._running,
+            self._compute,
+            wanted=self._wanted,
+            on_alone=lambda job, error: job.group.finish(error),
+            size=self._tokens,
+        )
         self._running = []
         if any(group.is_finished and group.num_waiting for group in groups):
             self.queue.drop_finished()
 
-    def _run(self, jobs: list[Job]) -> None:
-        """Compute inputs; if that fails, in halves, so that only the one at fault fails its group."""
-        parts = [jobs]
-        while parts and self.rejection() is None:
-            part = parts.pop()
-            for group in {job.group for job in part}:
-                group.refuse_if_ended()
-            part = [job for job in part if not job.group.is_finished]
-            error = self._compute(part) if part else None
-            if error is None:
-                self._batch_tokens = min(self._max_batch_tokens, self._batch_tokens + MIN_BATCH_TOKENS // 16)
-                continue
-            if len(part) == 1:
-                part[0].group.finish(error_outcome(error))
-                continue
-            logger.warning("%d sequences failed together (%s); trying halves", len(part), kind(error))
-            if is_memory(error) and len(part) == len(jobs):
-                self._batch_tokens = max(self._batch_tokens // 2, min(self._max_batch_tokens, MIN_BATCH_TOKENS))
-            half = len(part) // 2
-            parts += [part[half:], part[:half]]
+    def _wanted(self, jobs: list[Job]) -> list[Job]:
+        if self.rejection():
+            return []
+        for group in {job.group for job in jobs}:
+            group.refuse_if_ended()
+        return [job for job in jobs if not job.group.is_finished]
 
-    def _compute(self, jobs: list[Job]) -> Exception | None:
-        """Give each input its outputs, or its group an error if they are not finite.
-
-        Returns:
-            What the model raised.
-
-        Raises:
-            Exception: The device is lost.
-        """
+    def _compute(self, jobs: list[Job]) -> None:
+        """Give each input its outputs, or its group an error if they are not finite."""
         for job in jobs:
             job.group.begin()
-        try:
-            outputs = _to_host(self._forward([job.input for job in jobs]))
-        except Exception as error:
-            if is_fatal(error):
-                raise
-            traceback.clear_frames(error.__traceback__)  # they hold the model's tensors
-            return error
+        outputs = _to_host(self._forward([job.input for job in jobs]))
         for job, output in zip(jobs, outputs, strict=True):
             if np.isfinite(output).all():
                 job.group.give(job.index, output)
             else:
                 job.group.finish(_not_finite(job))
-        return None
 
 
 def _not_finite(job: Job) -> HfTritonError:

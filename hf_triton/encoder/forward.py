@@ -30,12 +30,12 @@ from hf_triton.runner.positions import max_positions, shares_positions
 Reduce = Callable[..., torch.Tensor]
 
 MAX_PADDED_TOKENS: Final = {"cpu": 512, "cuda": 16384}
-"""Of a padded batch, by torch's device type; other accelerators take CUDA's. On a CPU more is only cache misses."""
+"""The most tokens of a padded batch, by torch's device type (others take CUDA's). A CPU only misses its cache more."""
 MAX_PADDING: Final = {"cpu": 16}
 """Tokens of padding in a padded batch, by torch's device type; elsewhere padding costs less than another forward. On a
 CPU a padded token costs as much as any, and a forward of a small model as much as 16 to 32."""
 MAX_STATES_TOKENS: Final = {"cpu": 32768, "cuda": 131072}
-"""Of the padded states that a head gets from a packed row."""
+"""The most tokens of the padded states that a head gets from a packed row."""
 WARM_UP_TOKENS: Final = NUM_TOKENS[-1]
 """A GPU's rows of more tokens run eagerly; their kernels are compiled at load and not while texts wait."""
 MAX_OUTPUTS: Final = 1 << 26
@@ -96,7 +96,7 @@ def build_forward(
         model, outputs, per_token=per_token, reduce=reduce, way=way, merge=merge, adapters=adapters
     )
     if way == "packed" and forward.device.type == "cuda":
-        forward(inputs * (1 + WARM_UP_TOKENS // sum(len(each.ids) for each in inputs)))
+        forward(inputs * (1 + WARM_UP_TOKENS // sum(len(sequence.ids) for sequence in inputs)))
     forward.slower = slower + capture_forwards(decoding, forward.device, lambda: forward.capture(inputs))
     return forward
 
@@ -136,7 +136,7 @@ class EncoderForward:
         self.adapters = adapters
         self.way: Way = way
         self.slower: list[str] = []
-        """See `Worker`."""
+        """Sentences on why it runs slower than it could, see `Worker`."""
         self.device: torch.device = model.get_input_embeddings().weight.device
         self._takes_types = "token_type_ids" in inspect.signature(model.forward).parameters
         _make_no_cache(model)
@@ -178,7 +178,7 @@ class EncoderForward:
         """Capture the model's forwards of small rows, which then take a GPU's time and not Python's; see `StepGraphs`.
 
         Args:
-            inputs: Of a trial.
+            inputs: What a trial computes.
 
         Returns:
             Why all rows run eagerly; None: small ones are captured.
@@ -190,7 +190,7 @@ class EncoderForward:
         trial = inputs, [replace(inputs[0], type_ids=None)]
         try:
             self._base.capture(self.device)
-            rows = [pack_row(each, self._base.position_ids, self.device) for each in trial]
+            rows = [pack_row(batch, self._base.position_ids, self.device) for batch in trial]
             if all(map(self._base.replays_right, rows)):
                 return None
             reason = "captured outputs differ from eager ones of the same numbers"
@@ -199,25 +199,25 @@ class EncoderForward:
         self._base.drop_graphs()
         return reason
 
-    def input_error(self, each: EncoderInput) -> HfTritonError | None:
+    def input_error(self, sequence: EncoderInput) -> HfTritonError | None:
         """The error of a sequence that the model has no embeddings for, which would end a GPU's process."""
-        if not each.ids:
+        if not sequence.ids:
             return RequestError("invalid_input", "the text has no tokens: send a text that is not empty")
-        if self._max_positions is not None and len(each.ids) > self._max_positions:
+        if self._max_positions is not None and len(sequence.ids) > self._max_positions:
             return RequestError(
                 "context_exceeded",
-                f"the text has {len(each.ids)} tokens, and the model takes {self._max_positions}: shorten it",
-                sizes={"tokens": len(each.ids), "limit": self._max_positions},
+                f"the text has {len(sequence.ids)} tokens, and the model takes {self._max_positions}: shorten it",
+                sizes={"tokens": len(sequence.ids), "limit": self._max_positions},
             )
-        if not 0 <= min(each.ids) <= max(each.ids) < self._num_ids:
+        if not 0 <= min(sequence.ids) <= max(sequence.ids) < self._num_ids:
             return RequestError("invalid_input", f"token ids must be in 0 to {self._num_ids - 1}")
-        if each.type_ids and self._takes_types and max(each.type_ids) >= self._num_types:
+        if sequence.type_ids and self._takes_types and max(sequence.type_ids) >= self._num_types:
             return RequestError("invalid_input", f"token types must be in 0 to {self._num_types - 1}")
         return None
 
     def _split(self, inputs: list[EncoderInput], order: list[int]) -> list[list[int]]:
         """What is computed together, of inputs whose `order` is by length, ascending."""
-        lengths = [len(each.ids) for each in inputs]
+        lengths = [len(sequence.ids) for sequence in inputs]
         if self.way == "alone":
             return [[index] for index in order]
         if self.way == "padded":
@@ -241,12 +241,12 @@ class EncoderForward:
                 parts = self._run(*pad_batch(inputs, base.pad_id, self.device)).unbind(1)
         return [self._unstack(part) for part in parts]
 
-    def _in_parts(self, base: PackedBase, each: EncoderInput) -> torch.Tensor:
+    def _in_parts(self, base: PackedBase, sequence: EncoderInput) -> torch.Tensor:
         """What `reduce` gives of one sequence whose outputs are too many at once: the head computes parts of them."""
-        row = pack_row([each], base.position_ids, self.device)
-        kept = torch.arange(len(each.ids), device=self.device) if row.kept is None else row.kept
+        row = pack_row([sequence], base.position_ids, self.device)
+        kept = torch.arange(len(sequence.ids), device=self.device) if row.kept is None else row.kept
         merged: torch.Tensor | None = None
-        with self._adapters_of([each]), base.running(row):
+        with self._adapters_of([sequence]), base.running(row):
             for row.kept in torch.split(kept, self._max_outputs):
                 part = self._finish(self._unstack(self._run(row.ids, row.type_ids, None)[:, 0]))
                 merged = part if merged is None or self._merge is None else self._merge(merged, part)
@@ -259,15 +259,15 @@ class EncoderForward:
                 begin_anew(self._model, 1, self.device)
             rows = self._run(*pad_batch(inputs, self._pad_id, self.device)).unbind(1)
         if self._per_token:
-            rows = tuple(_wanted(row, each) for row, each in zip(rows, inputs, strict=True))
+            rows = tuple(_wanted(row, sequence) for row, sequence in zip(rows, inputs, strict=True))
         return [self._unstack(row) for row in rows]
 
     def _adapters_of(self, inputs: list[EncoderInput]) -> AbstractContextManager[None]:
-        """For a forward: the adapters of sequences, sorted by length; those of a padded batch have the same.
+        """Choose the adapters of sequences, sorted by length, for a forward; those of a padded batch have the same.
 
         It comes before all else that a forward does to the model: no adapter is tried meanwhile.
         """
-        adapters, chosen = self.adapters, [each.adapter for each in inputs]
+        adapters, chosen = self.adapters, [sequence.adapter for sequence in inputs]
         if adapters is None:
             return nullcontext()
         if self._base is None or not any(chosen):
@@ -277,7 +277,7 @@ class EncoderForward:
         def repeated(counts: list[int]) -> list[str | None]:
             return [key for key, count in zip(keys, counts, strict=True) for _ in range(count)]
 
-        tokens = repeated([len(each.ids) for each in inputs])
+        tokens = repeated([len(sequence.ids) for sequence in inputs])
         if self._per_token:
             head = [repeated(list(map(_num_wanted, inputs)))]
         else:
@@ -307,8 +307,8 @@ def _by_adapter(inputs: list[EncoderInput], order: list[int]) -> list[list[int]]
     return list(groups.values())
 
 
-def _num_wanted(each: EncoderInput) -> int:
-    return len(wanted_positions(each))
+def _num_wanted(sequence: EncoderInput) -> int:
+    return len(wanted_positions(sequence))
 
 
 def _make_no_cache(model: Any) -> None:
@@ -318,8 +318,8 @@ def _make_no_cache(model: Any) -> None:
             config.use_cache = False
 
 
-def _wanted(row: torch.Tensor, each: EncoderInput) -> torch.Tensor:
+def _wanted(row: torch.Tensor, sequence: EncoderInput) -> torch.Tensor:
     """A padded row's outputs, `[outputs, longest, ...]`, of the tokens that are wanted."""
-    if each.output_positions is None:
-        return row[:, : len(each.ids)]
-    return row[:, torch.tensor(each.output_positions, dtype=torch.long, device=row.device)]
+    if sequence.output_positions is None:
+        return row[:, : len(sequence.ids)]
+    return row[:, torch.tensor(sequence.output_positions, dtype=torch.long, device=row.device)]

@@ -53,7 +53,7 @@ class PackedBase:
         self._pools_first_state = isinstance(getattr(self._base, "pooler", None), torch.nn.Linear)  # ALBERT
         self._graphs: StepGraphs | None = None
         self._output_class: Any = None
-        """Of the base, for states that a graph has computed."""
+        """The base's class of outputs, for states that a graph has computed."""
         self._cache_names = [name for name in CACHE_NAMES if name in names][:1]
         self.position_ids = position_rule(self._base)
         self._configs = attention_configs(model)
@@ -65,12 +65,12 @@ class PackedBase:
         pad_id = getattr(self._config, "pad_token_id", None)
         self._lacks_pad_id = not per_token and pad_id is None
         self.pad_id: int = -1 if pad_id is None else pad_id
-        """Of the ids that the head gets."""
+        """The padding of the ids that the head gets."""
         register()
 
     @contextmanager
     def running(self, row: EncoderRow) -> Iterator[None]:
-        """While it is entered, the model's base computes `row`.
+        """Let the model's base compute `row` while it is entered.
 
         Raises:
             NotPackableError: The model computed attention by itself.

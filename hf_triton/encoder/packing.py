@@ -56,19 +56,20 @@ def pack_row(inputs: list[EncoderInput], position_ids: PositionIds | None, devic
         position_ids: The model's own rule; None: from 0.
         device: Where the row goes.
     """
-    ranges = [TokenRange(row, 0, len(each.ids), each.ids, (), len(each.ids)) for row, each in enumerate(inputs)]
-    positions = position_ids and np.concatenate([position_ids(np.array(each.ids, np.int64)) for each in inputs])
+    sized = [(sequence.ids, len(sequence.ids)) for sequence in inputs]
+    ranges = [TokenRange(row, 0, length, ids, (), length) for row, (ids, length) in enumerate(sized)]
+    positions = position_ids and np.concatenate([position_ids(np.array(sequence.ids, np.int64)) for sequence in inputs])
     step = StepTensors(ranges, 1, device, positions=positions)
     kept = None
-    if any(each.output_positions is not None for each in inputs):
+    if any(sequence.output_positions is not None for sequence in inputs):
         starts = zip(step.bounds, inputs, strict=False)
-        kept = [start + position for start, each in starts for position in wanted_positions(each)]
+        kept = [start + position for start, sequence in starts for position in wanted_positions(sequence)]
     ids, places, rows = step.inputs(kept or ())
     types = None
-    if any(each.type_ids is not None for each in inputs):
+    if any(sequence.type_ids is not None for sequence in inputs):
         row = np.fromiter(itertools.chain.from_iterable(map(_type_ids, inputs)), np.int64, step.num_tokens)
         types = array_to_device(row, device)[None]
-    has_adapters = any(each.adapter for each in inputs)
+    has_adapters = any(sequence.adapter for sequence in inputs)
     return EncoderRow(PackedRow(step), ids[None], places[None], types, None if kept is None else rows, has_adapters)
 
 
@@ -76,9 +77,9 @@ def pad_batch(
     inputs: list[EncoderInput], pad_id: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """Token ids, types and attention mask of sequences beside each other, `[sequences, longest]`."""
-    ids, mask = pad([each.ids for each in inputs], pad_id, device, at_left=False)
-    has_types = any(each.type_ids is not None for each in inputs)
-    types = pad([_type_ids(each) for each in inputs], 0, device, at_left=False)[0] if has_types else None
+    ids, mask = pad([sequence.ids for sequence in inputs], pad_id, device, at_left=False)
+    has_types = any(sequence.type_ids is not None for sequence in inputs)
+    types = pad([_type_ids(sequence) for sequence in inputs], 0, device, at_left=False)[0] if has_types else None
     return ids, types, mask
 
 
@@ -94,10 +95,10 @@ def split(
 
     Args:
         order: Indices of the sequences; ascending by size if padding is bounded.
-        sizes: Of each sequence.
+        sizes: Each sequence's.
         max_padded: Sequences of a batch times the largest one's size.
         max_padding: The same without the sequences' own sizes.
-        max_total: Of the sequences' own sizes.
+        max_total: The most of their own sizes together.
     """
     batch: list[int] = []
     total = 0
@@ -112,10 +113,10 @@ def split(
         yield batch
 
 
-def wanted_positions(each: EncoderInput) -> list[int] | range:
+def wanted_positions(sequence: EncoderInput) -> list[int] | range:
     """The tokens of a sequence whose outputs are wanted."""
-    return range(len(each.ids)) if each.output_positions is None else each.output_positions
+    return range(len(sequence.ids)) if sequence.output_positions is None else sequence.output_positions
 
 
-def _type_ids(each: EncoderInput) -> list[int]:
-    return [0] * len(each.ids) if each.type_ids is None else each.type_ids
+def _type_ids(sequence: EncoderInput) -> list[int]:
+    return [0] * len(sequence.ids) if sequence.type_ids is None else sequence.type_ids

@@ -21,15 +21,15 @@ Way = Literal["packed", "padded", "alone"]
 """How sequences share a forward: one row without padding, a padded batch of similar lengths, or not at all."""
 
 MEANING: Final = {"packed": "in one row, without padding", "padded": "in batches of similar lengths"}
-"""For the log."""
+"""The log's words for ways."""
 TOLERANCE: Final = 1e-4
 """Part of the largest output that rounding may change."""
 WINDOWS: Final = ("sliding_window", "local_attention", "attention_window", "attention_chunk_size")
-"""Where configs say how far attention reaches."""
+"""Configs say here how far attention reaches."""
 MAX_WINDOW: Final = 1024
 """The probe's sequences are longer than windows up to this; for larger ones they would take too long on a CPU."""
 MAX_CONTEXT: Final = 1 << 30
-"""Longer than any text: what changes at some length counts as a change."""
+"""No text is as long: what changes at some length counts as a change."""
 SHORT: Final = 7
 LONG: Final = 21
 """Tokens of the probe's sequences; the long ones have as many more than the model's window."""

@@ -59,7 +59,7 @@ class StackedForward:
         return [results[index] for index in range(len(inputs))]
 
     def input_error(self, each: ArrayInput) -> HfTritonError | None:
-        """Nothing: a task makes arrays that its model takes."""
+        """There is none: a task makes arrays that its model takes."""
         return None
 
     def _stack(self, arrays: list[Any]) -> torch.Tensor:

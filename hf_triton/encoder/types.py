@@ -31,8 +31,8 @@ class EncoderInput:
     type_ids: list[int] | None = None
     """`token_type_ids`; None if the tokenizer gives none."""
     output_positions: list[int] | None = None
-    """Of outputs per token, the tokens whose outputs are wanted, ascending; None: all. A masked-language head is
-    computed for these alone."""
+    """The tokens whose outputs are wanted, ascending, if there are outputs per token; None: all. A masked-language head
+    is computed for these alone."""
     adapter: Adapter | None = None
     """The LoRA adapter that computes it; None: the model alone."""
 
@@ -109,7 +109,7 @@ class EncoderGroup(Group[Outputs]):
             return
         self._outputs[index] = output
         if len(self._outputs) == len(self.inputs):
-            self.finish([self._outputs[each] for each in range(len(self.inputs))])
+            self.finish([self._outputs[index] for index in range(len(self.inputs))])
 
     def finish(self, outcome: Outputs | HfTritonError) -> None:
         """Deliver the outcome, once."""

@@ -7,47 +7,33 @@ import logging
 
 from hf_triton.engine.block_memory import BlockMemory
 from hf_triton.engine.config import EngineConfig
+from hf_triton.engine.options import EngineOptions
 from hf_triton.runner.budget import TokenBudget
 from hf_triton.runner.faults import is_memory
-from hf_triton.runner.gpu_memory import GpuPart, LoadMemory
+from hf_triton.runner.gpu_memory import LoadMemory
 from hf_triton.runner.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
 
-def allocate_cache(
-    runner: ModelRunner,
-    max_cache_tokens: int | None,
-    config: EngineConfig,
-    *,
-    max_num_seqs: int,
-    gpu_part: GpuPart,
-    context_length: int,
-) -> BlockMemory:
+def allocate_cache(runner: ModelRunner, options: EngineOptions) -> BlockMemory:
     """Size the KV cache and allocate it; on a CPU its memory is touched when it is needed.
-
-    Args:
-        runner: Of the model.
-        max_cache_tokens: The setting.
-        config: The engine's constants.
-        max_num_seqs: The most sequences that run at a time.
-        gpu_part: What the model may take of a GPU.
-        context_length: The most tokens of a sequence.
 
     Raises:
         CheckpointError: The device has not enough memory.
     """
+    max_cache_tokens, max_num_seqs = options.max_cache_tokens, options.max_num_seqs
     if max_cache_tokens is not None and not runner.cache.has_keys:
         logger.warning("the setting max_cache_tokens does nothing for a model without keys and values")
         max_cache_tokens = None
     if runner.device.type == "cpu":
-        if gpu_part.is_set:
+        if options.gpu_part.is_set:
             logger.warning("the setting gpu_memory_fraction does nothing on a CPU")
-        return _grow_on_demand(runner, max_cache_tokens, config, max_num_seqs)
+        return _grow_on_demand(runner, max_cache_tokens, options.config, max_num_seqs)
     bytes_per_token, slot_tokens = runner.memory_per_token()
-    memory = LoadMemory(runner.model, bytes_per_token, gpu_part, (max_num_seqs + 1) * slot_tokens)
+    memory = LoadMemory(runner.model, bytes_per_token, options.gpu_part, (max_num_seqs + 1) * slot_tokens)
     if max_cache_tokens is None:
-        max_cache_tokens = memory.cache_tokens(max_num_seqs, context_length, fills_part=runner.cache.has_keys)
+        max_cache_tokens = memory.cache_tokens(max_num_seqs, options.context_length, fills_part=runner.cache.has_keys)
     num_blocks = max(1, max_cache_tokens // runner.block_size)
     budget = TokenBudget(bytes_per_token, num_blocks * runner.block_size)
     size = f"a KV cache of {budget.words(budget.most)}"

@@ -8,23 +8,23 @@ sequences of different settings share a batch, as far as `_batch_key` allows.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Final
 
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
 from hf_triton.engine.beam_search import BeamSearch, beam_key
-from hf_triton.engine.config import EngineConfig
+from hf_triton.engine.ending import Ending
 from hf_triton.engine.generation import GenerationWorker
+from hf_triton.engine.halves import BatchSize, run_in_halves
+from hf_triton.engine.options import EngineOptions
 from hf_triton.engine.sequence import Sequence, SequenceGroup
 from hf_triton.engine.types import EngineLoad, Observer
 from hf_triton.errors import HfTritonError, RequestError
 from hf_triton.runner.calling import begin_anew, has_bare_state
-from hf_triton.runner.faults import error_outcome, is_fatal, is_memory, kind
-from hf_triton.runner.lora.adapters import Adapters
+from hf_triton.runner.faults import error_outcome, is_fatal
 from hf_triton.runner.padding import pad
 from hf_triton.runner.probe import Sharing, asks_for
 from hf_triton.runner.reference import PLAIN
@@ -32,13 +32,11 @@ from hf_triton.sampling.logprobs import token_logprobs
 from hf_triton.sampling.sampler import sample_tokens
 from hf_triton.sentence import param
 
-logger = logging.getLogger(__name__)
-
 ENCODER_HISTORY: Final = ("encoder_no_repeat_ngram_size", "encoder_repetition_penalty")
 HISTORY: Final = (*ENCODER_HISTORY, "bad_words_ids", "sequence_bias", "min_length", "forced_bos_token_id")
 """Settings of a checkpoint's generation_config for which `generate` looks at the tokens before, padding too."""
 EOS_SETTINGS: Final = ("bad_words_ids", "min_length", "exponential_decay_length_penalty")
-"""Those for which it looks at the end-of-sequence tokens."""
+"""Settings for which it looks at the end-of-sequence tokens."""
 
 
 class BatchEngine(GenerationWorker):
@@ -49,41 +47,23 @@ class BatchEngine(GenerationWorker):
 
     Args:
         model: A transformers model that generates, in eval mode, on its device.
-        max_num_seqs: The most sequences that run at a time.
-        context_length: Tokens that a padded prompt and the longest completion of its batch may have together.
+        options: The engine's; the sequences of a batch have the same adapter.
         sharing: Which prompts may share a batch with this model: `padded` ones of any length, those of `equal_length`,
             or none, each sequence `alone` (see `probe_batching`).
-        on_fatal: Called once, in the engine's thread, after the engine has failed for good and answered every group.
-        observer: Observes the engine.
-        config: The engine's constants.
-        adapters: The model's LoRA adapters; the sequences of a batch have the same.
     """
 
     name: ClassVar[str] = "batch"
 
-    def __init__(
-        self,
-        model: Any,
-        *,
-        max_num_seqs: int,
-        context_length: int,
-        sharing: Sharing,
-        on_fatal: Callable[[], None] = lambda: None,
-        observer: Observer | None = None,
-        config: EngineConfig | None = None,
-        adapters: Adapters | None = None,
-    ) -> None:
+    def __init__(self, model: Any, options: EngineOptions, sharing: Sharing) -> None:
         device: torch.device = model.get_input_embeddings().weight.device
-        super().__init__(model, device, on_fatal, observer, config)
+        super().__init__(model, device, options)
         self._model = model
         self._device = device
-        self._max_num_seqs = max_num_seqs
-        self._context_length = context_length
+        self._rows = BatchSize(options.max_num_seqs)
         self._sharing = sharing
         self._is_encoder_decoder = bool(model.config.is_encoder_decoder)
         self._asks = _Asks(model)
         self._pad_id = _pad_id(model)
-        self._adapters = adapters
         self._groups: list[SequenceGroup] = []  # of the batch
         self.thread.start()
 
@@ -99,12 +79,21 @@ class BatchEngine(GenerationWorker):
         for group in self._groups:
             self._score_prompt(group)
         searches = any(group.params.num_beams > 1 for group in self._groups)  # all of them, by the key
-        self._run([sequence for group in self._groups for sequence in group.sequences[: 1 if searches else None]])
+        sequences = [sequence for group in self._groups for sequence in group.sequences[: 1 if searches else None]]
+        most = 1 if self._sharing == "alone" else self._rows.now  # not even one prompt's sequences together
+        for first in range(0, len(sequences), most):
+            run_in_halves(
+                sequences[first : first + most],
+                self._search if searches else self._generate,
+                wanted=self._wanted,
+                on_alone=lambda sequence, error: sequence.group.finish(error),
+                size=self._rows,
+            )
 
     def load(self) -> EngineLoad:
         """What the engine holds; from any thread, and not quite at one moment."""
         num_running = sum(not sequence.is_done for group in self._groups for sequence in group.sequences)
-        return EngineLoad(len(self.queue), num_running, num_free_slots=max(0, self._max_num_seqs - num_running))
+        return EngineLoad(len(self.queue), num_running, num_free_slots=max(0, self.options.max_num_seqs - num_running))
 
     def is_busy(self) -> bool:
         """Whether groups of the batch have no outcome yet."""
@@ -138,11 +127,11 @@ class BatchEngine(GenerationWorker):
         if self._batch_key(group) != self._batch_key(batch[0]):
             return False
         groups = [*batch, group]
-        longest = max(len(each.prompt_ids) for each in groups)
-        num_steps = max(each.params.max_new_tokens for each in groups)
+        longest = max(len(member.prompt_ids) for member in groups)
+        num_steps = max(member.params.max_new_tokens for member in groups)
         num_columns = max(longest, num_steps) if self._is_encoder_decoder else longest + num_steps
-        num_rows = sum(each.params.num_rows for each in groups)
-        return num_columns <= self._context_length and num_rows <= self._max_num_seqs
+        num_rows = sum(member.params.num_rows for member in groups)
+        return num_columns <= self.options.context_length and num_rows <= self._rows.now
 
     def _batch_key(self, group: SequenceGroup) -> Hashable:
         """Equal keys may share a batch."""
@@ -160,30 +149,6 @@ class BatchEngine(GenerationWorker):
 
     # --- one batch ---------------------------------------------------------------------------------------------------
 
-    def _run(self, sequences: list[Sequence]) -> None:
-        """Generate; if a part of the batch fails, in smaller parts, so that only the one at fault is refused.
-
-        The parts grow again as they succeed, but not beyond what the memory had no room for.
-        """
-        most = size = 1 if self._sharing == "alone" else self._max_num_seqs  # not even one prompt's sequences together
-        while not self._is_over(sequences):
-            sequences = [sequence for sequence in sequences if not sequence.is_done]
-            part = sequences[:size]
-            generate = self._search if part[0].group.params.num_beams > 1 else self._generate
-            try:
-                generate(part)
-            except Exception as error:
-                if is_fatal(error):
-                    raise
-                if len(part) == 1:
-                    part[0].group.finish(error_outcome(error))
-                    continue
-                logger.warning("a batch of %d sequences failed (%s); trying smaller ones", len(part), kind(error))
-                size = (len(part) + 1) // 2
-                most = size if is_memory(error) else most
-            else:
-                size = min(2 * size, most)
-
     def _is_over(self, sequences: list[Sequence]) -> bool:
         """Whether all sequences are done or the engine is closing; cancelled and expired groups are finished first."""
         self.device_context.busy()
@@ -191,6 +156,14 @@ class BatchEngine(GenerationWorker):
         for group in self.unfinished():
             group.drop_if_ended()
         return self.rejection() is not None or all(sequence.is_done for sequence in sequences)
+
+    def _wanted(self, sequences: list[Sequence]) -> list[Sequence]:
+        """The sequences that have no end; none if the engine is closing."""
+        return [] if self._is_over(sequences) else [sequence for sequence in sequences if not sequence.is_done]
+
+    def _ended(self, sequences: list[Sequence]) -> list[bool]:
+        is_over = self._is_over(sequences)
+        return [is_over or sequence.is_done for sequence in sequences]
 
     def _generate(self, sequences: list[Sequence]) -> None:
         """Generate these sequences to their ends.
@@ -202,8 +175,8 @@ class BatchEngine(GenerationWorker):
         self._call_generate(
             sequences,
             max_new_tokens=max(sequence.group.params.max_new_tokens for sequence in sequences),
-            logits_processor=LogitsProcessorList([_Sampling(sequences, self._pad_id, self.observer)]),
-            stopping_criteria=StoppingCriteriaList([_Ending(sequences, self._is_over)]),
+            logits_processor=LogitsProcessorList([_Sampling(sequences, self._pad_id, self.options.observer)]),
+            stopping_criteria=StoppingCriteriaList([Ending(lambda _: self._ended(sequences))]),
         )
         if self.rejection() is None:
             for sequence in sequences:
@@ -215,7 +188,7 @@ class BatchEngine(GenerationWorker):
         """Generate the prompts of these sequences by beam search; one that failed begins anew."""
         longest = max(len(sequence.group.prompt_ids) for sequence in sequences)
         num_columns = 1 if self._is_encoder_decoder else longest
-        search = BeamSearch(sequences, num_columns, self._is_over, self.observer)
+        search = BeamSearch(sequences, num_columns, self._is_over, self.options.observer)
         output = self._call_generate(sequences, **search.arguments())
         if self.rejection() is None:
             search.deliver(output)
@@ -235,7 +208,8 @@ class BatchEngine(GenerationWorker):
             )
 
     def _adapter(self, group: SequenceGroup) -> AbstractContextManager[None]:
-        return self._adapters.choose([group.adapter]) if self._adapters else nullcontext()
+        adapters = self.options.adapters
+        return adapters.choose([group.adapter]) if adapters else nullcontext()
 
     def _score_prompt(self, group: SequenceGroup) -> None:
         """Compute the logprobs of the prompt's tokens, if they are asked for."""
@@ -313,22 +287,8 @@ class _Sampling(LogitsProcessor):
         return sequence.token_ids[self._num_steps] if self._num_steps < len(sequence.token_ids) else None
 
 
-class _Ending(StoppingCriteria):
-    """`generate`'s stopping rule: called after every step."""
-
-    def __init__(self, sequences: list[Sequence], is_over: Callable[[list[Sequence]], bool]) -> None:
-        self._sequences = sequences
-        self._is_over = is_over
-
-    def __call__(self, input_ids: torch.LongTensor, scores: Any, **_: Any) -> torch.BoolTensor:
-        """Which rows are done, `[rows]` bool."""
-        is_over = self._is_over(self._sequences)
-        done = [is_over or sequence.is_done for sequence in self._sequences]
-        return torch.tensor(done, dtype=torch.bool, device=input_ids.device)  # type: ignore[return-value]
-
-
 def _pad_id(model: Any) -> int:
-    """Any id of the vocabulary does: the mask hides it."""
+    """The id of padding; any of the vocabulary does, as the mask hides it."""
     configured = model.generation_config.pad_token_id
     size = model.get_input_embeddings().weight.shape[0]
     return configured if isinstance(configured, int) and 0 <= configured < size else 0

@@ -11,8 +11,9 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
+from hf_triton.engine.ending import Ending
 from hf_triton.engine.sequence import FinishReason, Sequence, SequenceGroup
 from hf_triton.engine.types import Observer
 from hf_triton.sampling.logits_edits import edit_logits
@@ -44,9 +45,12 @@ class BeamSearch:
         is_over: Callable[[list[Sequence]], bool],
         observer: Observer,
     ) -> None:
+        self._sequences = sequences
         self._groups = [sequence.group for sequence in sequences]
+        self._num_columns = num_columns
+        self._is_over = is_over
         self._processors = LogitsProcessorList([_Edits(sequences, num_columns, observer)])
-        self._criteria = StoppingCriteriaList([_Ending(sequences, num_columns, is_over)])
+        self._criteria = StoppingCriteriaList([Ending(self._ended)])
 
     def arguments(self) -> dict[str, Any]:
         """Arguments of `generate`; what is left out is the checkpoint's own."""
@@ -62,6 +66,20 @@ class BeamSearch:
             "return_dict_in_generate": True,
             **{name: value for name, value in own.items() if value is not None},
         }
+
+    def _ended(self, token_ids: torch.Tensor) -> list[bool]:
+        """Hypotheses end by their group's own rule, and all of a prompt that is cancelled or late."""
+        is_over = self._is_over(self._sequences)
+        ended: list[bool] = []
+        for sequence, candidates in zip(self._sequences, token_ids.chunk(len(self._sequences)), strict=True):
+            group = sequence.group
+            if is_over or sequence.is_done or group.is_late():
+                ended += [True] * len(candidates)
+            elif group.listens_to_tokens:
+                ended += [_is_complete(group, new) for new in candidates[:, self._num_columns :].tolist()]
+            else:
+                ended += [False] * len(candidates)
+        return ended
 
     def deliver(self, output: Any) -> None:
         """Finish the groups with the hypotheses that `generate` returns, the best first."""
@@ -105,27 +123,3 @@ class _Edits(LogitsProcessor):
         new = input_ids[:, self._num_columns :].tolist()
         behind = [self._samplers[row // num_beams].after(token_ids) for row, token_ids in enumerate(new)]
         return edit_logits(scores, behind)  # type: ignore[return-value]
-
-
-class _Ending(StoppingCriteria):
-    """Ends hypotheses by the group's own rule, and all of a prompt that is cancelled or late."""
-
-    def __init__(self, sequences: list[Sequence], num_columns: int, is_over: Callable[[list[Sequence]], bool]) -> None:
-        self._sequences = sequences
-        self._num_columns = num_columns
-        self._is_over = is_over
-
-    def __call__(self, input_ids: torch.LongTensor, scores: Any, **_: Any) -> torch.BoolTensor:
-        """Which hypotheses end with their last token, `[prompts * hypotheses]` bool."""
-        is_over = self._is_over(self._sequences)
-        ended: list[bool] = []
-        for sequence, candidates in zip(self._sequences, input_ids.chunk(len(self._sequences)), strict=True):
-            group = sequence.group
-            if is_over or sequence.is_done or group.is_late():
-                ended += [True] * len(candidates)
-            elif group.listens_to_tokens:
-                new = candidates[:, self._num_columns :].tolist()
-                ended += [group.listener.is_complete(group.row, token_ids) for token_ids in new]
-            else:
-                ended += [False] * len(candidates)
-        return torch.tensor(ended, dtype=torch.bool, device=input_ids.device)  # type: ignore[return-value]

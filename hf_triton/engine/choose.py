@@ -4,20 +4,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final, Literal
 
 from hf_triton.engine.batch_engine import BatchEngine
-from hf_triton.engine.config import EngineConfig
 from hf_triton.engine.continuous import ContinuousBatchingEngine
-from hf_triton.engine.decoding import DecodingMode
-from hf_triton.engine.types import GenerationEngine, Observer
+from hf_triton.engine.options import EngineOptions
+from hf_triton.engine.types import GenerationEngine
 from hf_triton.errors import CheckpointError
 from hf_triton.runner.faults import described, is_memory
-from hf_triton.runner.gpu_memory import WHOLE_GPU, GpuPart
 from hf_triton.runner.long_rope import has_long_rope
-from hf_triton.runner.lora.adapters import Adapters
 from hf_triton.runner.positions import counts_padding, shares_positions
 from hf_triton.runner.probe import Sharing, asks_for, probe_batching
 from hf_triton.runner.way_probe import Finding, find_way
@@ -63,77 +60,38 @@ NO_ROOM: Final = (
 """Why a model is not served whose cache was allocated, or was to be."""
 
 
-def build_engine(
-    model: Any,
-    wanted: EngineName,
-    *,
-    max_num_seqs: int,
-    max_cache_tokens: int | None,
-    gpu_part: GpuPart = WHOLE_GPU,
-    enable_prefix_caching: bool,
-    decoding: DecodingMode,
-    context_length: int,
-    on_fatal: Callable[[], None],
-    observer: Observer | None = None,
-    config: EngineConfig | None = None,
-    adapters: Adapters | None = None,
-) -> GenerationEngine:
+def build_engine(model: Any, wanted: EngineName, options: EngineOptions) -> GenerationEngine:
     """Start the engine for a model.
 
     Args:
         model: In eval mode, on its device.
         wanted: `auto` takes the continuous engine if its logits are those of the model's own `generate`.
-        max_num_seqs: The most sequences that run at a time.
-        max_cache_tokens: The continuous engine's KV cache memory; None: a part of the device's.
-        gpu_part: What the model may take of a GPU.
-        enable_prefix_caching: Whether the continuous engine reuses the KV of earlier prompts.
-        decoding: How the continuous engine runs a step.
-        context_length: Tokens that a prompt and its continuation may have together.
-        on_fatal: Called after the engine has failed for good.
-        observer: Observes the engine.
-        config: The engine's constants.
-        adapters: The model's LoRA adapters.
+        options: The engine's, whichever it is.
 
     Raises:
         CheckpointError: The setting requires `continuous`, which cannot run this model correctly, or no engine can; or
             the device has not enough memory.
     """
-    shared: dict[str, Any] = {
-        "max_num_seqs": max_num_seqs,
-        "on_fatal": on_fatal,
-        "observer": observer,
-        "config": config,
-        "adapters": adapters,
-    }
     with _memory_errors_named():
-        finding = _continuous_way(model, wanted, context_length)
+        finding = _continuous_way(model, wanted, options.context_length)
     way = finding.way
     if way is None:
-        sharing = _sharing(model, context_length)
-        logger.info("engine batch: up to %d sequences, sharing a batch: %s", max_num_seqs, sharing)
+        sharing = _sharing(model, options.context_length)
+        logger.info("engine batch: up to %d sequences, sharing a batch: %s", options.max_num_seqs, sharing)
         ignored = {
-            "max_cache_tokens": max_cache_tokens is not None,
-            "gpu_memory_fraction": gpu_part.is_set,
-            "decoding": decoding not in ("auto", "eager"),
+            "max_cache_tokens": options.max_cache_tokens is not None,
+            "gpu_memory_fraction": options.gpu_part.is_set,
+            "decoding": options.decoding not in ("auto", "eager"),
         }
         for name in filter(ignored.get, ignored):
             logger.warning("engine batch ignores the setting %s", name)
-        batch = BatchEngine(model, context_length=context_length, sharing=sharing, **shared)
+        batch = BatchEngine(model, options, sharing)
         batch.slower.append(f"runs in the batch engine, {IN_TURNS}: {finding.obstacle}")
         return batch
     details = ", each prompt prefilled whole, no prefix caching" if way.prefills_whole else ""
-    logger.info("engine continuous: up to %d sequences at a time%s", max_num_seqs, details)
+    logger.info("engine continuous: up to %d sequences at a time%s", options.max_num_seqs, details)
     with _memory_errors_named():
-        engine = ContinuousBatchingEngine(
-            model,
-            way=way,
-            max_cache_tokens=max_cache_tokens,
-            gpu_part=gpu_part,
-            context_length=context_length,
-            enable_prefix_caching=enable_prefix_caching,
-            decoding=decoding,
-            **shared,
-        )
+        engine = ContinuousBatchingEngine(model, options, way)
     if way.prefills_whole:
         engine.slower.append(f"computes each prompt whole, so a long one holds the others: {finding.obstacle}")
     if way.gathers:

@@ -19,8 +19,8 @@ class EngineConfig:
     block_size: int | None = None
     """Tokens of a block of the KV cache; None: the device's."""
     min_kept_bytes: int = 64 << 20
-    """Of the prefix cache on a CPU: from here on, or from the size of the weights if that is more, released blocks are
-    used again before fresh memory; never more than `prefix_cache_fraction`."""
+    """A prefix cache of this size, or of the weights' if they are more, takes no fresh memory on a CPU before released
+    blocks; never more than `prefix_cache_fraction`."""
     max_memory_wait_s: float = 5.0
     """How long a context waits for other users of the device to free memory, before it is refused."""
     memory_poll_s: float = 0.02
@@ -28,7 +28,7 @@ class EngineConfig:
     idle_release_s: float = 10.0
     """How long an engine is idle before it frees its memory."""
     prefix_cache_fraction: float = 0.25
-    """Of the KV cache: the most that the prefix cache keeps on a CPU before released blocks are used again."""
+    """The most of the KV cache that the prefix cache keeps on a CPU before released blocks are used again."""
     runs_ahead: bool | None = None
     """Whether a step may start before the tokens of the last one are read; None: on a GPU."""
 

@@ -9,21 +9,19 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 from hf_triton.engine.allocate import allocate_cache
-from hf_triton.engine.config import EngineConfig, ModelTraits
-from hf_triton.engine.decoding import DecodingMode, capture_forwards
+from hf_triton.engine.config import ModelTraits
+from hf_triton.engine.decoding import capture_forwards
 from hf_triton.engine.executor import Executor
 from hf_triton.engine.generation import GenerationWorker
+from hf_triton.engine.options import EngineOptions
 from hf_triton.engine.recovery import Recovery
 from hf_triton.engine.scheduler import Scheduler
 from hf_triton.engine.sequence import SequenceGroup
-from hf_triton.engine.types import EngineLoad, Observer
+from hf_triton.engine.types import EngineLoad
 from hf_triton.errors import HfTritonError, RequestError
-from hf_triton.runner.gpu_memory import SEQUENCE_TOKENS, WHOLE_GPU, GpuPart
-from hf_triton.runner.lora.adapters import Adapters
 from hf_triton.runner.model_runner import PACKED, ModelRunner, Way
 from hf_triton.runner.step import Step
 from hf_triton.sampling.draw import prepare_draws
@@ -33,56 +31,25 @@ logger = logging.getLogger(__name__)
 
 
 class ContinuousBatchingEngine(GenerationWorker):
-    """Continuous batching.
+    """Lets each sequence join and leave at any step.
 
     Args:
         model: A decoder-only transformers model with a cache, in eval mode, on its device.
+        options: The engine's.
         way: How it runs (`probe_ways`).
-        max_num_seqs: The most sequences that run at a time.
-        max_cache_tokens: Tokens of KV cache memory; None: a part of the device's, see `LoadMemory.cache_tokens`.
-        gpu_part: What the model may take of a GPU.
-        context_length: The most tokens of a sequence.
-        enable_prefix_caching: Whether a prompt reuses the blocks of an earlier one that begins like it.
-        decoding: Whether a GPU's small steps are captured as graphs; `cuda_graphs` requires it.
-        on_fatal: Called once, in the engine's thread, after the engine has failed for good and answered every group.
-        observer: Observes the engine.
-        config: The engine's constants.
-        adapters: The model's LoRA adapters.
     """
 
     name: ClassVar[str] = "continuous"
 
-    def __init__(
-        self,
-        model: Any,
-        *,
-        max_num_seqs: int,
-        way: Way = PACKED,
-        max_cache_tokens: int | None = None,
-        gpu_part: GpuPart = WHOLE_GPU,
-        context_length: int = SEQUENCE_TOKENS,
-        enable_prefix_caching: bool = True,
-        decoding: DecodingMode = "auto",
-        on_fatal: Callable[[], None] = lambda: None,
-        observer: Observer | None = None,
-        config: EngineConfig | None = None,
-        adapters: Adapters | None = None,
-    ) -> None:
-        config = config or EngineConfig()
-        self.runner = ModelRunner(model, way, adapters, block_size=config.block_size)
-        super().__init__(model, self.runner.device, on_fatal, observer, config)
-        if decoding != "eager":
+    def __init__(self, model: Any, options: EngineOptions, way: Way = PACKED) -> None:
+        config, max_num_seqs = options.config, options.max_num_seqs
+        self.runner = ModelRunner(model, way, options.adapters, block_size=config.block_size)
+        super().__init__(model, self.runner.device, options)
+        if options.decoding != "eager":
             self.runner.allocate_slots()
-        self.memory = allocate_cache(
-            self.runner,
-            max_cache_tokens,
-            config,
-            max_num_seqs=max_num_seqs,
-            gpu_part=gpu_part,
-            context_length=context_length,
-        )
+        self.memory = allocate_cache(self.runner, options)
         self.runner.warm_up()
-        self.slower += capture_forwards(decoding, self.runner.device, lambda: self.runner.capture(max_num_seqs))
+        self.slower += capture_forwards(options.decoding, self.runner.device, lambda: self.runner.capture(max_num_seqs))
         self.slower += self.runner.partly
         if self.runner.device.type == "cuda":
             prepare_draws(self.runner.run_token())
@@ -92,7 +59,7 @@ class ContinuousBatchingEngine(GenerationWorker):
             recomputes=self.runner.recomputes,
             prefills_whole=way.prefills_whole,
             has_states=self.runner.cache.has_states,
-            caches_prefixes=enable_prefix_caching and not (way.prefills_whole or self.runner.cache.has_states),
+            caches_prefixes=options.enable_prefix_caching and not (way.prefills_whole or self.runner.cache.has_states),
             runs_ahead=self.runner.device.type == "cuda" if config.runs_ahead is None else config.runs_ahead,
         )
         numbers = itertools.count()
@@ -102,8 +69,8 @@ class ContinuousBatchingEngine(GenerationWorker):
             traits,
             max_sequences=max_num_seqs,
             start=lambda group: self._start(group, next(numbers)),
-            observer=self.observer,
-            config=self.config,
+            observer=options.observer,
+            config=config,
         )
         self.executor = Executor(self.runner)
         self.recovery = Recovery(self.scheduler, self.memory)
@@ -115,16 +82,22 @@ class ContinuousBatchingEngine(GenerationWorker):
 
     def step(self) -> None:
         """Schedule a step, run it, and update the sequences."""
-        scheduled = Step()
         try:
-            scheduled = self.scheduler.schedule()
-            if scheduled.wait_s:
-                self.wait(scheduled.wait_s)
-            for output in self.executor.run(scheduled):
+            step = self.scheduler.schedule()
+        except Exception as error:
+            self._recover(Step(), error)
+            return
+        try:
+            if step.wait_s:
+                self.wait(step.wait_s)
+            for output in self.executor.run(step):
                 self.scheduler.update(output)
         except Exception as error:
-            self.executor.lose_inflight()
-            self.recovery.recover(scheduled, error)
+            self._recover(step, error)
+
+    def _recover(self, step: Step, error: Exception) -> None:
+        self.executor.lose_inflight()
+        self.recovery.recover(step, error)
 
     def is_busy(self) -> bool:
         """Whether admitted groups have no outcome yet."""
@@ -138,7 +111,7 @@ class ContinuousBatchingEngine(GenerationWorker):
         """Give back memory that the prefix cache does not keep, and allow as many sequences as at first."""
         self.executor.lose_inflight()
         self.memory.rest()
-        self.scheduler.reset_limits()
+        self.scheduler.admission.reset_limit()
 
     def load(self) -> EngineLoad:
         """What the engine holds; from any thread, and not quite at one moment."""

@@ -26,7 +26,7 @@ class InflightStep:
 
     step: Step
     sequence_ids: tuple[int, ...]
-    """Those that sample, in the order of `sampled`."""
+    """Sequences that sample, in the order of `sampled`."""
     sampled: SampledTokens | None
     prompt_scores: dict[int, PendingLogprobs]
     are_finite: ToHost | None
@@ -47,20 +47,21 @@ class InflightStep:
         """The token of each sequence, on the device; None: it samples none."""
         if self.sampled is None:
             return None
-        return InflightTokens(self.sampled.tokens, {number: row for row, number in enumerate(self.sequence_ids)})
+        rows = {sequence_id: row for row, sequence_id in enumerate(self.sequence_ids)}
+        return InflightTokens(self.sampled.tokens, rows)
 
 
 class Executor:
     """Runs steps of one model.
 
     Args:
-        runner: Of the model.
+        runner: Runs the model's forwards.
     """
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self.samplers = WeakValueDictionary[int, SequenceSampler]()
-        """Of the admitted sequences, by id; they own them."""
+        """Samplers of the admitted sequences, which own them, by id."""
         self._inflight: InflightStep | None = None
 
     @torch.inference_mode()
@@ -86,29 +87,29 @@ class Executor:
         rows: list[int] = []
         sequence_ids: list[int] = []
         scores: dict[int, PendingLogprobs] = {}
-        for part in step.ranges:
-            if part.num_top_logprobs is not None:
-                scored = logits[first : first + part.num_scored]
-                tokens = to_index(self._scored_tokens(part), logits.device)
-                scores[part.sequence_id] = PendingLogprobs(scored, tokens, part.num_top_logprobs)
-            rows += [first + part.num_scored] * len(part.samples)
-            sequence_ids += part.samples
-            first += part.num_scored + bool(part.samples)
+        for token_range in step.ranges:
+            if token_range.num_top_logprobs is not None:
+                scored = logits[first : first + token_range.num_scored]
+                tokens = to_index(self._scored_tokens(token_range), logits.device)
+                scores[token_range.sequence_id] = PendingLogprobs(scored, tokens, token_range.num_top_logprobs)
+            rows += [first + token_range.num_scored] * len(token_range.samples)
+            sequence_ids += token_range.samples
+            first += token_range.num_scored + bool(token_range.samples)
         if not rows:
             return InflightStep(step, (), None, scores, are_finite)
         if rows != list(range(len(logits))):
             logits = logits[to_index(rows, logits.device)]
-        samplers = [self.samplers[number] for number in sequence_ids]
-        num_ahead = [int(number in pending.sequence_ids) for number in sequence_ids] if pending else 0
+        samplers = [self.samplers[sequence_id] for sequence_id in sequence_ids]
+        num_ahead = [int(sequence_id in pending.sequence_ids) for sequence_id in sequence_ids] if pending else 0
         sampled = SampledTokens(logits, samplers, num_ahead)
         return InflightStep(step, tuple(sequence_ids), sampled, scores, are_finite)
 
     def _are_finite(self, blocks: tuple[int, ...]) -> ToHost | None:
-        """By the last layer, to which NaN and infinity spread."""
+        """Look at the last layer, to which NaN and infinity spread."""
         layers = list(self._runner.cache.blocks())
         return ToHost(layers[-1].are_finite(blocks)) if layers else None
 
-    def _scored_tokens(self, part: TokenRange) -> list[int]:
+    def _scored_tokens(self, token_range: TokenRange) -> list[int]:
         """The prompt tokens behind the first `num_scored` tokens of a range."""
-        prompt_ids = self.samplers[part.sequence_id].prompt_ids
-        return list(prompt_ids[part.start + 1 : part.start + 1 + part.num_scored])
+        prompt_ids = self.samplers[token_range.sequence_id].prompt_ids
+        return list(prompt_ids[token_range.start + 1 : token_range.start + 1 + token_range.num_scored])

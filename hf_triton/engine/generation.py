@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from hf_triton.engine.config import EngineConfig
+from hf_triton.engine.options import EngineOptions
 from hf_triton.engine.sequence import SequenceGroup
-from hf_triton.engine.types import Observer, eos_ids
+from hf_triton.engine.types import eos_ids
 from hf_triton.engine.worker import Worker
 from hf_triton.errors import panics_as_errors
 from hf_triton.runner.faults import error_outcome
@@ -23,24 +22,14 @@ class GenerationWorker(Worker[SequenceGroup]):
 
     Args:
         model: Its generation_config names the end-of-sequence tokens of groups that do not.
-        device: Of the model's input embedding.
-        on_fatal: See `Worker`.
-        observer: Observes the engine.
-        config: The engine's constants.
+        device: Has the model's input embedding.
+        options: The engine's.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        device: torch.device,
-        on_fatal: Callable[[], None],
-        observer: Observer | None,
-        config: EngineConfig | None,
-    ) -> None:
-        self.config = config or EngineConfig()
-        self.observer = observer or Observer()
+    def __init__(self, model: Any, device: torch.device, options: EngineOptions) -> None:
+        self.options = options
         self._eos_ids = eos_ids(model)
-        super().__init__(device, on_fatal, idle_release_s=self.config.idle_release_s)
+        super().__init__(device, options.on_fatal, idle_release_s=options.config.idle_release_s)
 
     def start(self, group: SequenceGroup, *, arrival_number: int = 0, context_ids: list[int] | None = None) -> None:
         """Create the sequences of a group, or finish it with an error if that fails.
@@ -60,6 +49,6 @@ class GenerationWorker(Worker[SequenceGroup]):
 
         try:
             with panics_as_errors():
-                group.start(new_sampler, eos_ids, self.observer.on_admit(group), arrival_number)
+                group.start(new_sampler, eos_ids, self.options.observer.on_admit(group), arrival_number)
         except Exception as error:  # one request's mistake must not end the loop that serves the others
             group.finish(error_outcome(error))

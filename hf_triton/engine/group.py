@@ -35,14 +35,14 @@ class Group(Generic[Result]):
 
     listener: Listener[Result] = field(default_factory=Listener)
     row: int = 0
-    """By which the listener knows the group."""
+    """The listener knows the group by it."""
     deadline_s: float | None = None
-    """By `time.monotonic()`: a group that is still queued by then is refused."""
+    """A group that is still queued by then is refused; by `time.monotonic()`."""
     priority: int = 0
     """Lower values leave the queue first; requests of equal priority take turns."""
 
     turn: int = field(default=0, init=False)
-    """The queue's own, see `WaitingQueue`."""
+    """The turn that it waits for in its `WaitingQueue`."""
     num_waiting: int = field(default=1, init=False)
     """Prompts or inputs of it that have not left the queue."""
     is_finished: bool = field(default=False, init=False)

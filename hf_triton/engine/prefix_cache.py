@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which blocks a context begins with are known by their tokens; each prefix is computed by one sequence at a time."""
+"""Finds the blocks that a context begins with by their tokens; one sequence at a time computes a prefix."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class PrefixCache:
     """Finds and publishes full blocks of sequences by the digests of their tokens.
 
     Args:
-        pool: Of the blocks.
+        pool: Holds the blocks.
         block_size: Tokens of a block.
         is_enabled: Whether blocks are published.
         recompute_length: See `ModelTraits`.
@@ -53,9 +53,9 @@ class PrefixCache:
         size = self._block_size
         if not self._is_enabled:
             return []
-        return [block for part in ranges for block in part.block_table[part.start // size : part.end // size]]
+        return [block for tokens in ranges for block in tokens.block_table[tokens.start // size : tokens.end // size]]
 
-    def publish(self, sequence: Sequence, part: TokenRange, finite_blocks: Container[int]) -> None:
+    def publish(self, sequence: Sequence, token_range: TokenRange, finite_blocks: Container[int]) -> None:
         """Make the blocks known that a range has filled with tokens that are certain.
 
         Not those with NaN or infinity: attention multiplies what a mask hides by zero, which makes NaN of them, so a
@@ -63,9 +63,9 @@ class PrefixCache:
         """
         if not self._is_enabled:
             return
-        first, end = part.start // self._block_size, part.end // self._block_size
+        first, end = token_range.start // self._block_size, token_range.end // self._block_size
         if first < end:
-            self._add_digests(sequence, part.end)
+            self._add_digests(sequence, token_range.end)
         for at in range(first, end):
             if sequence.blocks[at] in finite_blocks:
                 self._pool.publish(sequence.blocks[at], sequence.digests[at])

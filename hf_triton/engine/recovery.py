@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""After a failed step of the continuous engine: fewer sequences at a time, and only the one at fault is refused."""
+"""Recovers from a failed step: fewer sequences run at a time, and only the one at fault is refused."""
 
 from __future__ import annotations
 
@@ -77,16 +77,16 @@ class Recovery:
 
     def _halve(self, suspects: list[Sequence]) -> None:
         """Begin two trials."""
-        half = (len(suspects) + 1) // 2
-        for part in (suspects[:half], suspects[half:]):
+        middle = (len(suspects) + 1) // 2
+        for half in (suspects[:middle], suspects[middle:]):
             trial = next(self._trials)
-            for sequence in part:
+            for sequence in half:
                 sequence.trial = trial
 
     def _make_room(self, sequences: list[Sequence]) -> None:
         """Preempt all sequences of the step, and let half as many run."""
         scheduler = self._scheduler
         self._memory.rest()
-        scheduler.slot_limit = max(1, len(scheduler.running) // 2)
+        scheduler.admission.slot_limit = max(1, len(scheduler.running) // 2)
         longest = max((sequence.num_tokens for sequence in sequences), default=0)
         scheduler.preempt(sequences, self._memory.no_memory_error(longest))

@@ -33,7 +33,7 @@ class Completion:
     """One generated sequence of tokens."""
 
     token_ids: list[int]
-    """Without the prompt and without the end-of-sequence token."""
+    """New tokens, without the end-of-sequence token."""
     finish_reason: FinishReason
     logprobs: list[TokenLogprobs] | None = None
     """One for each of `token_ids`, if `logprobs` was asked for."""
@@ -62,11 +62,11 @@ class RequestTimes:
 
     arrival_s: float = field(default_factory=lambda: time.monotonic())
     admitted_s: float | None = None
-    """When the first of its sequence groups left the queue."""
+    """The time when its first sequence group left the queue."""
     first_token_s: float | None = None
-    """When the first of its sequences had a token."""
+    """The time when one of its sequences had the first token."""
     usage: RequestUsage | None = None
-    """Counted unless None."""
+    """It is counted unless None."""
 
     def note_completions(self, num_prompt_tokens: int, completions: list[Completion]) -> None:
         """A sequence group has finished."""
@@ -122,32 +122,32 @@ class SequenceGroup(Group[list[Completion]]):
     """
 
     prompt_ids: list[int]
-    """At least one token."""
+    """There is at least one token."""
     params: SamplingParams
     listener: SequenceListener = field(default_factory=SequenceListener, kw_only=True)
     listens_to_tokens: bool = False
     """Whether the listener is asked at every token, by `on_token` or `is_complete`."""
     constraint: Callable[[], Constraint] | None = None
-    """Called in the engine's thread once for each sequence; None: unconstrained."""
+    """The engine's thread calls it once for each sequence; None: they are unconstrained."""
     adapter: Adapter | None = None
     """The LoRA adapter of its sequences."""
     cache_salt: str = ""
     """Groups share cached prefixes with those of the same salt."""
     times: RequestTimes = field(default_factory=RequestTimes)
-    """Of the request that the group belongs to."""
+    """Times of the request that the group belongs to."""
 
     sequences: list[Sequence] = field(default_factory=list, init=False)
-    """From admission until the outcome."""
+    """They exist from admission until the outcome."""
     eos_ids: frozenset[int] = field(default=frozenset(), init=False)
     observer: SequenceObserver = field(default_factory=SequenceObserver, init=False)
     arrival_number: int = field(default=0, init=False)
-    """Of admission; the higher, the younger."""
+    """Groups are numbered as they are admitted: the higher, the younger."""
     prompt_logprobs: list[TokenLogprobs] | None = field(default=None, init=False)
-    """Known once the prompt has been prefilled."""
+    """They are known once the prompt has been prefilled."""
     num_cached: int | None = field(default=None, init=False)
     """Tokens of the prompt that the prefix cache had when its first sequence was admitted; None before."""
     no_room_since_s: float | None = field(default=None, init=False)
-    """Since when it has waited for memory while nothing else runs; None: it does not."""
+    """It has waited for memory since, while nothing else runs; None: it does not."""
 
     def take_turn(self, budget: int, *, takes_any: bool) -> int:
         """Take the prompt; it costs as many as it has sequences."""
@@ -219,18 +219,18 @@ class Sequence:
 
     group: SequenceGroup
     index: int
-    """In its group."""
+    """Its place in the group."""
     sampler: SequenceSampler
     token_ids: list[int] = field(default_factory=list)
-    """Without the prompt."""
+    """Its new tokens."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     trial: int = 0
-    """After a failed step: only sequences of one trial run together, see `Recovery`; 0: it is under no suspicion."""
+    """Only sequences of one trial run together after a failed step, see `Recovery`; 0: it is under no suspicion."""
     failed_length: int = 0
     """Tokens of its context in the step that failed; one that has more has passed its trial."""
     id: int = field(default_factory=itertools.count(1).__next__)
-    """By which a step names it."""
+    """A step names it so."""
     num_computed: int = 0
     """Tokens of the context whose keys and values are in its blocks, or will be after the step in flight."""
     num_inflight: int = 0
@@ -238,9 +238,9 @@ class Sequence:
     blocks: array[int] = field(default_factory=lambda: array("q"))
     """Its block table: an array, as every step copies it."""
     digests: list[bytes] = field(default_factory=list)
-    """Of its full blocks, if prefixes are cached."""
+    """Digests of its full blocks, if prefixes are cached."""
     slot: int = -1
-    """Of its states; -1: none."""
+    """The slot of its states; -1: none."""
     siblings: list[Sequence] = field(default_factory=list)
     """Sequences of its group that wait for it to compute the prompt."""
     prompt_scores: list[TokenLogprobs] = field(default_factory=list)
@@ -306,6 +306,12 @@ class Sequence:
         if self.finish_reason:
             self.group.finish_if_complete()
         return self.finish_reason is not None
+
+    def add_scores(self, scores: list[TokenLogprobs], num_tokens: int) -> None:
+        """Note the log probabilities of its first prompt tokens; the group has them when all are known."""
+        self.prompt_scores += scores
+        if num_tokens >= len(self.group.prompt_ids):
+            self.group.prompt_logprobs = self.prompt_scores
 
     def expire(self) -> None:
         """Finish with the tokens that it has: it is late."""

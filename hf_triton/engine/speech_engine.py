@@ -7,24 +7,23 @@ by transformers' own long-form generation: window after window, each beginning w
 
 from __future__ import annotations
 
-import logging
+import contextlib
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Final
 
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import StoppingCriteriaList
 
+from hf_triton.engine.ending import Ending
+from hf_triton.engine.halves import BatchSize, run_in_halves
 from hf_triton.engine.speech_params import Segment, SpeechGroup, Transcript
 from hf_triton.engine.types import EngineLoad
 from hf_triton.engine.worker import Worker
-from hf_triton.runner.faults import error_outcome, is_fatal, is_memory, kind
-
-logger = logging.getLogger(__name__)
 
 MAX_ROWS: Final = {"cpu": 4}
-"""By torch's device type, short audios of a batch at most: the next one waits until they are done."""
+"""The most short audios of a batch, by torch's device type: the next one waits until they are done."""
 DEFAULT_ROWS: Final = 32
-"""On all others."""
+"""The most on all other devices."""
 
 
 class SpeechEngine(Worker[SpeechGroup]):
@@ -48,7 +47,7 @@ class SpeechEngine(Worker[SpeechGroup]):
         super().__init__(model.device, on_fatal)
         self._model = model
         self._extractor = feature_extractor
-        self._max_rows = max_rows or MAX_ROWS.get(model.device.type, DEFAULT_ROWS)
+        self._rows = BatchSize(max_rows or MAX_ROWS.get(model.device.type, DEFAULT_ROWS))
         self._detects = hasattr(model.generation_config, "lang_to_id")
         self._groups: list[SpeechGroup] = []  # of the batch
         self.thread.start()
@@ -66,11 +65,17 @@ class SpeechEngine(Worker[SpeechGroup]):
         """Run one batch, from the queue to its outcomes."""
         self.queue.sweep()
         self._groups = self.queue.take_matching(self._may_join)
-        self._run(self._groups)
+        run_in_halves(
+            self._groups,
+            self._run,
+            wanted=self._wanted,
+            on_alone=lambda group, error: group.finish(error),
+            size=self._rows,
+        )
         self._groups = self.unfinished()
 
     def _may_join(self, group: SpeechGroup, batch: list[SpeechGroup]) -> bool:
-        return len(batch) < self._max_rows and self._key(group) == self._key(batch[0])
+        return len(batch) < self._rows.now and self._key(group) == self._key(batch[0])
 
     def _key(self, group: SpeechGroup) -> Hashable:
         """Equal keys may share a batch."""
@@ -79,31 +84,14 @@ class SpeechEngine(Worker[SpeechGroup]):
     def _is_long(self, group: SpeechGroup) -> bool:
         return len(group.samples) > int(self._extractor.n_samples)
 
+    def _wanted(self, groups: list[SpeechGroup]) -> list[SpeechGroup]:
+        return [] if self.rejection() else [group for group in groups if not group.refuse_if_ended()]
+
     def _run(self, groups: list[SpeechGroup]) -> None:
-        """Transcribe; if that fails, in halves, so that only the audio at fault is refused."""
-        parts = [groups]
-        while parts and self.rejection() is None:
-            part = [group for group in parts.pop() if not group.refuse_if_ended()]
-            if not part:
-                continue
-            try:
-                transcripts = self._transcribe(part)
-            except _EndedError:
-                continue
-            except Exception as error:
-                if is_fatal(error):
-                    raise
-                if len(part) == 1:
-                    part[0].finish(error_outcome(error))
-                    continue
-                logger.warning("%d audios failed together (%s); trying halves", len(part), kind(error))
-                half = len(part) // 2
-                if is_memory(error):
-                    self._max_rows = half
-                parts += [part[half:], part[:half]]
-            else:
-                for group, transcript in zip(part, transcripts, strict=True):
-                    group.finish(transcript)
+        """Transcribe, unless all groups end meanwhile."""
+        with contextlib.suppress(_EndedError):
+            for group, transcript in zip(groups, list(self._transcribe(groups)), strict=True):
+                group.finish(transcript)
 
     def _is_over(self, groups: list[SpeechGroup]) -> bool:
         """Whether nobody waits for the batch any more; cancelled and expired groups are finished first."""
@@ -111,6 +99,16 @@ class SpeechEngine(Worker[SpeechGroup]):
         self.queue.sweep()
         has_ended = [group.refuse_if_ended() for group in groups]
         return self.rejection() is not None or all(has_ended)
+
+    def _ended(self, groups: list[SpeechGroup], num_rows: int) -> list[bool]:
+        """No row ends here; a batch that nobody waits for does, with all windows of it.
+
+        Raises:
+            _EndedError: Nobody waits.
+        """
+        if self._is_over(groups):
+            raise _EndedError
+        return [False] * num_rows
 
     def _transcribe(self, groups: list[SpeechGroup]) -> Iterator[Transcript]:
         """The transcript of each group; those of a batch have the same parameters."""
@@ -123,7 +121,7 @@ class SpeechEngine(Worker[SpeechGroup]):
         arguments: dict[str, Any] = {}
         if params.task is not None:
             names = {token_id: name for name, token_id in self._model.generation_config.lang_to_id.items()}
-            arguments |= {"task": params.task, "language": [names[each] for each in language_ids]}
+            arguments |= {"task": params.task, "language": [names[language_id] for language_id in language_ids]}
         if params.prompt_ids:
             arguments["prompt_ids"] = torch.tensor(params.prompt_ids, device=self._model.device)
         if params.max_new_tokens is not None:
@@ -138,7 +136,7 @@ class SpeechEngine(Worker[SpeechGroup]):
                 return_token_timestamps=params.timestamps == "word",
                 return_segments=True,
                 temperature=params.temperature,
-                stopping_criteria=StoppingCriteriaList([_Ending(groups, self._is_over)]),
+                stopping_criteria=StoppingCriteriaList([Ending(lambda token_ids: self._ended(groups, len(token_ids)))]),
                 monitor_progress=_Progress(),
                 **arguments,
             )
@@ -206,21 +204,3 @@ class _Progress:
 
 class _EndedError(Exception):
     """Nobody waits for a batch any more."""
-
-
-class _Ending(StoppingCriteria):
-    """`generate`'s stopping rule, called after every step: it ends a batch that nobody waits for, all windows of it."""
-
-    def __init__(self, groups: list[SpeechGroup], is_over: Callable[[list[SpeechGroup]], bool]) -> None:
-        self._groups = groups
-        self._is_over = is_over
-
-    def __call__(self, input_ids: torch.LongTensor, scores: Any, **_: Any) -> torch.BoolTensor:
-        """No row is done, `[rows]` bool.
-
-        Raises:
-            _EndedError: Nobody waits.
-        """
-        if self._is_over(self._groups):
-            raise _EndedError
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)  # type: ignore[return-value]

@@ -20,11 +20,11 @@ class SpeechParams:
     """None: the model knows one task and one language."""
     timestamps: Literal["none", "segment", "word"] = "none"
     prompt_ids: tuple[int, ...] = ()
-    """Of an initial prompt, its special token first."""
+    """Tokens of an initial prompt, its special token first."""
     temperature: float | None = None
-    """None: greedy."""
+    """None samples greedily."""
     max_new_tokens: int | None = None
-    """Of each window; None: as the checkpoint says."""
+    """The most of each window; None: as the checkpoint says."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Segment:
     end_s: float
     token_ids: list[int]
     token_ends_s: list[float] | None
-    """When each token ends; None unless words have timestamps."""
+    """The end of each token; None unless words have timestamps."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class SpeechGroup(Group[Transcript]):
     """One audio."""
 
     samples: npt.NDArray[np.float32]
-    """At the model's rate, `[samples]`."""
+    """Samples at the model's rate, `[samples]`."""
     params: SpeechParams
     language_id: int | None = None
     """The language's token; None: the model detects it."""

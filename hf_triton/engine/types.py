@@ -49,7 +49,7 @@ class Engine(Protocol):
 
     @property
     def slower(self) -> Sequence[str]:
-        """See `Worker`."""
+        """Sentences on why it runs slower than it could, see `Worker`."""
 
     def is_healthy(self) -> bool:
         """Whether the engine can still compute."""
@@ -65,7 +65,7 @@ class GenerationEngine(Engine, Protocol):
     """Generates for sequence groups."""
 
     name: ClassVar[str]
-    """As the setting `engine` has it."""
+    """The setting `engine` names it so."""
 
     def submit(self, groups: list[SequenceGroup]) -> None:
         """Queue the sequence groups of one request and return at once; all of them, or none.

@@ -27,7 +27,7 @@ class Worker(Generic[AnyGroup]):
     `thread` when it is ready.
 
     Args:
-        device: Of the model's input embedding.
+        device: Has the model's input embedding.
         on_fatal: Called once, in the worker's thread, after it has failed for good and answered every group.
         linger_s: How long the CPU cores are kept without work.
         idle_release_s: How long there is no work before `release` is called; None: it is not.

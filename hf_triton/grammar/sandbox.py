@@ -33,7 +33,7 @@ MAX_CPU_S: Final = 3
 MAX_WAIT_S: Final = 60.0
 """Wall time of one grammar, or of the child's start."""
 RETRY_S: Final = 30.0
-"""After a failed start of the child, time until the next attempt."""
+"""Time from a failed start of the child to the next attempt."""
 
 
 class GrammarSandbox:

@@ -55,11 +55,11 @@ class TagTokens:
         self.closing_ids, self.lead_ids = closing_ids, lead_ids
         self.spaces = _bits((token_id for token_id, text in enumerate(texts) if text and not text.strip(SPACE)), size)
         self.openers = self._find_openers(size)
-        """By the number of bytes of `opening` that are written: the tokens that go on with it."""
+        """The tokens that go on with `opening`, by the number of its bytes that are written."""
         self.leaders = self._find_leaders(size)
-        """Likewise of `lead`."""
+        """The tokens that go on with `lead`, likewise."""
         self.breakers = self._find_breakers(size)
-        """Likewise of `closing`: the tokens that end it and go on with other text."""
+        """The tokens that end `closing` and go on with other text, likewise."""
 
     def num_closing(self, tail: bytes) -> int:
         """How many bytes of `closing` a text ends with."""

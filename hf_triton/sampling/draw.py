@@ -36,7 +36,7 @@ def draw_tokens(scores: torch.Tensor, params: RowParams) -> torch.Tensor:
 
     Args:
         scores: `[rows, vocabulary]`, any float dtype, after `edit_logits`.
-        params: Of the rows.
+        params: Each row's.
     """
     if scores.device.type != "cuda" or not is_usable(scores.device, scores.dtype, scores.shape[1]):
         return draw_by_torch(scores, params)
@@ -109,7 +109,7 @@ def is_usable(device: torch.device, dtype: torch.dtype, size: int) -> bool:
 
     Args:
         device: A CUDA device.
-        dtype: Of the scores.
+        dtype: The scores'.
         size: The vocabulary.
     """
     reason = cuda.why_no_kernel(partial(_is_right, device, dtype, size))

@@ -19,7 +19,7 @@ from hf_triton.runner.transfer import array_to_device, to_device, to_index
 from hf_triton.sampling.sequence_sampler import SequenceSampler
 
 LEAST: Final = -1e30
-"""For tokens that `generate`'s own processors ban where a constraint allows no others."""
+"""The score of tokens that `generate`'s own processors ban where a constraint allows no others."""
 
 
 def edit_logits(logits: torch.Tensor, samplers: Sequence[SequenceSampler]) -> torch.Tensor:

@@ -12,10 +12,10 @@ class SamplingParams:
 
     max_new_tokens: int
     min_new_tokens: int = 0
-    """End-of-sequence tokens are banned before."""
+    """End-of-sequence tokens are banned before so many."""
     do_sample: bool = False
     temperature: float = 1.0
-    """Above 0; 1 if `do_sample` is false."""
+    """It is above 0, and 1 if `do_sample` is false."""
     top_k: int = 0
     """0 keeps all tokens."""
     top_p: float = 1.0

@@ -35,7 +35,7 @@ class RowParams(NamedTuple):
         return cls(temperature, top_k.astype(np.int64), top_p, min_p, typical_p, bits)
 
     def select(self, rows: Ids) -> RowParams:
-        """Those of some rows."""
+        """The parameters of some rows."""
         return RowParams._make(numbers[rows] for numbers in self)
 
     def pack(self) -> Ids:

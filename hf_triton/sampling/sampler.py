@@ -27,7 +27,7 @@ class SampledToken:
 
     token_id: int
     logprobs: TokenLogprobs | None = None
-    """Set if the sampling parameters ask for it (`num_top_logprobs`)."""
+    """Its log probabilities, if the sampling parameters ask for them (`num_top_logprobs`)."""
 
 
 class SampledTokens:
@@ -59,7 +59,7 @@ class SampledTokens:
                 for row, sampler in enumerate(samplers)
                 if sampler.params.num_top_logprobs is not None
             }
-        """`[rows]` int64."""
+        """Token ids, `[rows]` int64."""
         self._host_copy = ToHost(self.tokens)
         self._scored_rows = list(num_top)
         if num_top:

@@ -21,7 +21,7 @@ def warp_scores(scores: torch.Tensor, params: RowParams) -> torch.Tensor:
 
     Args:
         scores: `[rows, vocabulary]`, float32, after `edit_logits`.
-        params: Of the rows.
+        params: Each row's.
     """
     device = scores.device
     if (params.temperature != 1.0).any():

@@ -13,6 +13,7 @@ from click.testing import Result
 from safetensors.torch import load_file, save_file
 
 from hf_triton.engine.choose import build_engine
+from hf_triton.engine.options import EngineOptions
 from hf_triton.folders.cards import CARDS
 from hf_triton.hub.pretrained import load_config, load_model
 from hf_triton.runner.gpu_memory import weight_bytes
@@ -62,12 +63,11 @@ def test_figures_are_those_of_a_load(architecture: str, tmp_path: Path) -> None:
     engine: Any = build_engine(
         model,
         "continuous",
-        max_num_seqs=3,
-        max_cache_tokens=found["settings"].get("max_cache_tokens"),
-        enable_prefix_caching=True,
-        decoding="auto",
-        context_length=found["settings"]["max_context_length"],
-        on_fatal=lambda: None,
+        EngineOptions(
+            max_num_seqs=3,
+            max_cache_tokens=found["settings"].get("max_cache_tokens"),
+            context_length=found["settings"]["max_context_length"],
+        ),
     )
     try:
         engine.runner.run_token()

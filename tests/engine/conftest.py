@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from hf_triton.engine.continuous import ContinuousBatchingEngine
+from hf_triton.engine.options import EngineOptions
 from hf_triton.testing import build_tiny_checkpoint
 from tests.support.engine import LoadModel, StartEngine
 from tests.support.kernels import anew as anew
@@ -43,7 +44,7 @@ def start(model: Any) -> Iterator[StartEngine]:
     engines: list[ContinuousBatchingEngine] = []
 
     def start(model: Any = model, **options: Any) -> ContinuousBatchingEngine:
-        engines.append(ContinuousBatchingEngine(model, **{"max_num_seqs": 6, **options}))
+        engines.append(ContinuousBatchingEngine(model, EngineOptions(**{"max_num_seqs": 6, **options})))
         return engines[-1]
 
     yield start

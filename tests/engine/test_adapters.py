@@ -20,6 +20,7 @@ from hf_triton.engine.batch_engine import BatchEngine
 from hf_triton.engine.choose import build_engine
 from hf_triton.engine.config import EngineConfig
 from hf_triton.engine.continuous import ContinuousBatchingEngine
+from hf_triton.engine.options import EngineOptions
 from hf_triton.engine.sequence import Completion, Outcome
 from hf_triton.errors import CheckpointError
 from hf_triton.runner.cpu import accelerate
@@ -70,20 +71,11 @@ def load_model(checkpoint: Path) -> Any:
 class Started:
     """An engine with adapters."""
 
-    def __init__(self, model: Any, engine: Any = "auto", config: EngineConfig | None = None) -> None:
+    def __init__(self, model: Any, engine: Any = "auto", **options: Any) -> None:
         accelerate(model, pack_weights="all")
         self.adapters = Adapters(model)
         self.engine = build_engine(
-            model,
-            engine,
-            max_num_seqs=8,
-            max_cache_tokens=None,
-            enable_prefix_caching=True,
-            decoding="auto",
-            context_length=256,
-            on_fatal=lambda: None,
-            config=config,
-            adapters=self.adapters,
+            model, engine, EngineOptions(max_num_seqs=8, context_length=256, adapters=self.adapters, **options)
         )
 
     def run(self, *requests: tuple[list[int], Adapter | None]) -> list[list[int]]:
@@ -159,7 +151,7 @@ def test_prefixes_of_one_adapter_are_not_reused_for_another(
 
 
 def test_steps_ahead_of_the_host_with_adapters_equal_peft(checkpoint: Path, folders: dict[str, Path]) -> None:
-    started = Started(load_model(checkpoint), "continuous", EngineConfig(runs_ahead=True))
+    started = Started(load_model(checkpoint), "continuous", config=EngineConfig(runs_ahead=True))
     try:
         adapter = started.adapters.load(folders["all"])
         jobs = [(prompt, adapter if index % 2 else None) for index, prompt in enumerate(prompts(4))]

@@ -92,12 +92,12 @@ def raise_beyond_three(input_ids: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     ("look", "batch_sizes"),
     [
-        (poisoned(ValueError("poison")), [12, 6, 3, 2, 1, 1, 2, 4, 4]),
-        (raise_beyond_three, [12, 6, 3, 3, 3, 3]),
+        (poisoned(ValueError("poison")), [12, 6, 3, 2, 1, 1, 1, 3, 6]),
+        (raise_beyond_three, [12, 6, 3, 3, 6, 3, 3]),
     ],
     ids=["poison", "memory"],
 )
-def test_batches_grow_again_after_a_failure_other_than_memory(look: Any, batch_sizes: list[int], llama: Any) -> None:
+def test_a_failed_batch_is_generated_in_halves(look: Any, batch_sizes: list[int], llama: Any) -> None:
     spy = GenerateSpy(llama, look)
     with FilledEngine(spy) as filled:
         filled.run([Submission([5, 6 if at else POISON], SamplingParams(2)) for at in range(12)])

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hf_triton.engine.continuous import ContinuousBatchingEngine
+from hf_triton.engine.options import EngineOptions
 from hf_triton.engine.sequence import Completion
 from hf_triton.errors import RequestError
 from hf_triton.runner.probe import Sharing, probe_batching
@@ -52,7 +53,7 @@ def test_both_engines_generate_the_same(architecture: str, model_of: LoadModel) 
         filled.run(in_batch)
     way = probe_ways(model)
     assert way is not None
-    engine = ContinuousBatchingEngine(model, way=way, max_num_seqs=8)
+    engine = ContinuousBatchingEngine(model, EngineOptions(max_num_seqs=8), way)
     engine.submit([submission.group() for submission in continuous])
     assert [each.completions for each in in_batch] == [each.completions for each in continuous]
     engine.close()

@@ -11,6 +11,7 @@ import pytest
 
 from hf_triton.engine.config import EngineConfig
 from hf_triton.engine.continuous import ContinuousBatchingEngine
+from hf_triton.engine.options import EngineOptions
 from hf_triton.engine.sequence import Completion
 from hf_triton.errors import CancelledError
 from hf_triton.runner.device import ChunkSizes
@@ -93,7 +94,7 @@ def test_cancelled_sequences_leave_and_others_continue(model: Any, start: StartE
 
 
 def test_closing_answers_all_requests(model: Any) -> None:
-    engine = ContinuousBatchingEngine(model, max_num_seqs=2)
+    engine = ContinuousBatchingEngine(model, EngineOptions(max_num_seqs=2))
     slow_down(engine)
     client = Client(engine)
     for prompt in prompts(8, seed=9):

@@ -13,6 +13,8 @@ import torch
 from hf_triton.engine.config import EngineConfig
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.executor import InflightStep
+from hf_triton.engine.options import EngineOptions
+from hf_triton.engine.step_draft import StepDraft
 from hf_triton.errors import GenerationError, UnavailableError
 from hf_triton.runner.device import ChunkSizes
 from hf_triton.sampling.params import SamplingParams
@@ -37,7 +39,7 @@ POISON = 299
 NO_MEMORY, BOOM = torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("boom")
 SMALL = ChunkSizes(48, 24)
 PLACES: dict[str, Callable[[ContinuousBatchingEngine], tuple[Any, str]]] = {
-    "schedule": lambda engine: (engine.scheduler, "_compute"),
+    "schedule": lambda _: (StepDraft, "add"),
     "allocate": lambda engine: (engine.memory.pool, "allocate"),
     "copy blocks": lambda engine: (engine.runner.cache, "copy_blocks"),
     "forward": lambda engine: (engine.runner.cache.layers[1], "update"),
@@ -71,7 +73,7 @@ def mixed_items() -> Items:
 @pytest.fixture(scope="module")
 def expected(model: Any) -> list[list[list[int]]]:
     """The tokens of `mixed_items`, each alone."""
-    engine = ContinuousBatchingEngine(model, max_num_seqs=6)
+    engine = ContinuousBatchingEngine(model, EngineOptions(max_num_seqs=6))
     outputs = [token_ids(Client(engine).ask(prompt, params)) for prompt, params in mixed_items()]
     engine.close()
     return outputs
@@ -288,7 +290,7 @@ def test_a_prompt_that_never_fits_is_refused_and_the_next_one_runs(model: Any, s
 def test_a_lost_device_answers_all_requests(errors: list[Exception], runs_ahead: bool, model: Any) -> None:
     ended = threading.Event()
     config = EngineConfig(runs_ahead=runs_ahead)
-    engine = ContinuousBatchingEngine(model, max_num_seqs=3, on_fatal=ended.set, config=config)
+    engine = ContinuousBatchingEngine(model, EngineOptions(max_num_seqs=3, on_fatal=ended.set, config=config))
     left, steps = [*errors, RuntimeError("CUDA error: device-side assert triggered")], iter(range(99))
 
     def fail(*_: Any) -> bool:

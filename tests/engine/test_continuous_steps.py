@@ -12,6 +12,7 @@ import torch
 
 from hf_triton.engine.config import EngineConfig
 from hf_triton.engine.continuous import ContinuousBatchingEngine
+from hf_triton.engine.options import EngineOptions
 from hf_triton.engine.types import Observer
 from hf_triton.runner.device import ChunkSizes, DeviceContext
 from hf_triton.runner.step import Step
@@ -223,7 +224,7 @@ def test_nan_of_a_sequence_enters_no_shared_prefix(is_running: bool) -> None:
     expected = [solo_ids(model, prompt, 6) for prompt in prompts]
     with torch.no_grad():
         model.get_input_embeddings().weight[299] = torch.nan
-    engine = ContinuousBatchingEngine(model, max_num_seqs=4, config=EngineConfig(block_size=8))
+    engine = ContinuousBatchingEngine(model, EngineOptions(max_num_seqs=4, config=EngineConfig(block_size=8)))
     client = Client(engine)
     try:
         client.submit([*beginning, 299, 7, 8], SamplingParams(60 if is_running else 3))

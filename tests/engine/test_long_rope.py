@@ -13,6 +13,7 @@ from transformers import DynamicCache
 
 from hf_triton.engine.config import EngineConfig
 from hf_triton.engine.continuous import ContinuousBatchingEngine
+from hf_triton.engine.options import EngineOptions
 from hf_triton.engine.types import Observer
 from hf_triton.runner.calling import cache_name
 from hf_triton.runner.device import ChunkSizes
@@ -105,7 +106,7 @@ def test_chunks_of_a_long_prompt_have_the_logits_of_transformers() -> None:
 def test_generate_chooses_frequencies_as_before_once_the_engine_has_run() -> None:
     model = phi3()
     assert probe_ways(model) == PACKED
-    with closing(ContinuousBatchingEngine(model, max_num_seqs=2)) as engine:
+    with closing(ContinuousBatchingEngine(model, EngineOptions(max_num_seqs=2))) as engine:
         Client(engine).ask(tokens_of(50), SamplingParams(3))
     for length in (50, 10, SWITCH - 5, 90):
         assert solo_ids(model, tokens_of(length), 12) == solo_ids(phi3(), tokens_of(length), 12)
@@ -131,7 +132,7 @@ def test_chunked_prefill_beside_running_sequences_equals_generate() -> None:
     config = EngineConfig(block_size=16, chunk_sizes=ChunkSizes(16, 8))
     items = [(tokens_of(length, seed=length), SamplingParams(30)) for length in (12, 100, 30, 41, 70, 39, 40, 5, 120)]
     model = phi3()
-    with closing(ContinuousBatchingEngine(model, max_num_seqs=4, config=config)) as engine:
+    with closing(ContinuousBatchingEngine(model, EngineOptions(max_num_seqs=4, config=config))) as engine:
         client = Client(engine)
         for item in items:
             client.submit(*item)
@@ -142,7 +143,7 @@ def test_chunked_prefill_beside_running_sequences_equals_generate() -> None:
 
 def test_long_and_short_prompts_share_a_step() -> None:
     prompts, outcomes = [tokens_of(SWITCH - 3 + number, seed=number) for number in range(8)], queue.SimpleQueue[Any]()
-    with closing(ContinuousBatchingEngine(phi3(), max_num_seqs=8)) as engine:
+    with closing(ContinuousBatchingEngine(phi3(), EngineOptions(max_num_seqs=8))) as engine:
         engine.submit([group_of(prompt, SamplingParams(1), on_finish=outcomes.put) for prompt in prompts])
         found = sorted(outcomes.get(timeout=60)[0].token_ids for _ in prompts)
     assert found == sorted(solo_ids(phi3(), prompt, 1) for prompt in prompts)

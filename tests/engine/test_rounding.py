@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from hf_triton.engine.continuous import ContinuousBatchingEngine
+from hf_triton.engine.options import EngineOptions
 from hf_triton.engine.sequence import Completion
 from hf_triton.runner.padding import pad
 from hf_triton.runner.way_probe import probe_ways
@@ -55,7 +56,7 @@ def run(model: Any, batch: list[list[int]]) -> list[Scored]:
 def generate_continuous(model: Any) -> list[Scored]:
     way = probe_ways(model)
     assert way is not None
-    engine = ContinuousBatchingEngine(model, way=way, max_num_seqs=8)
+    engine = ContinuousBatchingEngine(model, EngineOptions(max_num_seqs=8), way)
     client = Client(engine)
     for prompt in ITEMS:
         client.submit(prompt, SamplingParams(NUM_NEW, logprobs=0))

@@ -15,6 +15,7 @@ import pytest
 
 from hf_triton.engine.batch_engine import BatchEngine
 from hf_triton.engine.continuous import ContinuousBatchingEngine
+from hf_triton.engine.options import EngineOptions
 from hf_triton.engine.sequence import Completion, Outcome
 from hf_triton.engine.types import GenerationEngine, eos_ids
 from hf_triton.errors import GenerationError
@@ -62,9 +63,9 @@ def start() -> Iterator[Callable[..., GenerationEngine]]:
 
     def start(model: Any, name: str) -> GenerationEngine:
         if name == "continuous":
-            engines.append(ContinuousBatchingEngine(model, max_num_seqs=8))
+            engines.append(ContinuousBatchingEngine(model, EngineOptions(max_num_seqs=8)))
         else:
-            engines.append(BatchEngine(model, max_num_seqs=8, context_length=256, sharing="padded"))
+            engines.append(BatchEngine(model, EngineOptions(max_num_seqs=8, context_length=256), "padded"))
         return engines[-1]
 
     yield start

@@ -12,6 +12,7 @@ import torch
 from click.testing import CliRunner
 
 from hf_triton.engine.continuous import ContinuousBatchingEngine
+from hf_triton.engine.options import EngineOptions
 from hf_triton.engine.types import Observer
 from hf_triton.errors import HfTritonError
 from hf_triton.runner.cpu import linear_kernel
@@ -42,7 +43,7 @@ def test_the_engine_is_measured_beside_generate_and_a_bare_loop(benchmark: Modul
 
 @pytest.mark.parametrize("benchmark", ["engine"], indirect=True)
 def test_a_failed_request_is_no_figure(benchmark: ModuleType) -> None:
-    engine = ContinuousBatchingEngine(benchmark.build_model(), max_num_seqs=2, max_cache_tokens=128)
+    engine = ContinuousBatchingEngine(benchmark.build_model(), EngineOptions(max_num_seqs=2, max_cache_tokens=128))
     try:
         with pytest.raises(HfTritonError, match="max_cache_tokens"):
             benchmark.run_requests(engine, [([1, 2, 3], 4), ([1] * 300, 4)], 2)

@@ -11,6 +11,7 @@ from torch.utils import _pytree
 from transformers import Cache
 
 from hf_triton.engine.continuous import ContinuousBatchingEngine
+from hf_triton.engine.options import EngineOptions
 from hf_triton.folders.capacity import Room
 from hf_triton.hub.pretrained import auto_class_of
 from hf_triton.runner.budget import FreeMemory
@@ -50,7 +51,7 @@ def test_bytes_are_those_that_the_engine_allocates(name: str, tmp_path: Path) ->
     assert outline is not None
     assert way is not None
     engine = ContinuousBatchingEngine(
-        model, way=way, max_num_seqs=NUM_SLOTS, max_cache_tokens=NUM_BLOCKS * 64, context_length=256
+        model, EngineOptions(max_num_seqs=NUM_SLOTS, max_cache_tokens=NUM_BLOCKS * 64, context_length=256), way
     )
     try:
         runner = engine.runner
@@ -107,7 +108,7 @@ def test_a_cpu_has_the_tokens_of_its_engine(name: str, tmp_path: Path, monkeypat
     outline, way = measure_outline(without_weights(model)), probe_ways(model)
     assert outline is not None
     assert way is not None
-    engine = ContinuousBatchingEngine(model, way=way, max_num_seqs=4, context_length=256)
+    engine = ContinuousBatchingEngine(model, EngineOptions(max_num_seqs=4, context_length=256), way)
     try:
         room = Room(outline, 10**6, "cpu", GIB // 8 + 10**6)  # the weights have been taken when the engine looks
         assert engine.memory.budget.most == room.num_tokens

@@ -13,6 +13,7 @@ import torch
 from hf_triton.engine.config import EngineConfig
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.executor import Executor
+from hf_triton.engine.options import EngineOptions
 from hf_triton.engine.scheduler import StepOutput
 from hf_triton.errors import HfTritonError, RequestError
 from hf_triton.runner.budget import TokenBudget
@@ -66,14 +67,14 @@ def test_no_prompt_token_is_computed_as_a_decoding_step(name: str) -> None:
     config_name, arguments = STATES[name]
     model = build(config_name, arguments | {"time_step_limit": (0.0, 0.1)})
     items = [(random_tokens(length, length), SamplingParams(12)) for length in (1, 2, 16, 17, 18, 33, 49, 50)]
-    with closing(ContinuousBatchingEngine(model, max_num_seqs=3, config=config)) as engine:
+    with closing(ContinuousBatchingEngine(model, EngineOptions(max_num_seqs=3, config=config))) as engine:
         check(model, Client(engine), items)
 
 
 def test_tiny_chunks_beside_running_sequences_equal_generate(model: Any) -> None:
     config = EngineConfig(block_size=BLOCK_SIZE, chunk_sizes=ChunkSizes(64, 3))
     items = [(prompt, SamplingParams(1 + index % 17)) for index, prompt in enumerate(prompts_of(20))]
-    with closing(ContinuousBatchingEngine(model, max_num_seqs=7, config=config)) as engine:
+    with closing(ContinuousBatchingEngine(model, EngineOptions(max_num_seqs=7, config=config))) as engine:
         check(model, Client(engine), items)
 
 
@@ -100,7 +101,7 @@ def test_a_step_that_fails_half_way_changes_no_output(model: Any) -> None:
     source, error = random.Random(3), RuntimeError("boom")
     all_params = [SamplingParams(1 + seed % 17, do_sample=True, seed=seed) for seed in range(30)]
     items = list(zip(prompts_of(30), all_params, strict=True))
-    with closing(ContinuousBatchingEngine(model, max_num_seqs=7, config=CONFIG)) as engine:
+    with closing(ContinuousBatchingEngine(model, EngineOptions(max_num_seqs=7, config=CONFIG))) as engine:
         calm, client = Client(engine), Client(engine)
         submit(calm, items)
         wanted = [token_ids(outcome) for outcome in calm.outcomes()]
@@ -138,7 +139,9 @@ def test_unrecomputable_sequences_are_admitted_if_they_fit_to_their_end(name: st
     model, preempted = unrecomputable(name, **options), PreemptCounter()
     items = [(random_tokens(20, seed), SamplingParams(120)) for seed in range(5)]
     with closing(
-        ContinuousBatchingEngine(model, max_num_seqs=5, config=CONFIG, max_cache_tokens=400, observer=preempted)
+        ContinuousBatchingEngine(
+            model, EngineOptions(max_num_seqs=5, config=CONFIG, max_cache_tokens=400, observer=preempted)
+        )
     ) as engine:
         check(model, Client(engine), items)
     assert preempted.num_sequences == 0
@@ -148,7 +151,7 @@ def test_unrecomputable_sequences_are_admitted_if_they_fit_to_their_end(name: st
 def test_sequences_of_a_failed_step_are_refused_and_later_ones_run(error: Exception) -> None:
     model, failures = unrecomputable("nemotron-h"), [error]
     items = [(random_tokens(1 + number, number), SamplingParams(20)) for number in range(6)]
-    with closing(ContinuousBatchingEngine(model, max_num_seqs=6)) as engine:
+    with closing(ContinuousBatchingEngine(model, EngineOptions(max_num_seqs=6))) as engine:
         client = Client(engine)
         breaking = Breaking(model, error, lambda rows, new: rows > 1 and new == 1 and bool(failures and failures.pop()))
         try:
@@ -166,7 +169,7 @@ def test_sequences_of_a_failed_step_are_refused_and_later_ones_run(error: Except
 def test_a_seed_gives_the_same_output_alone_and_in_a_batch(model: Any) -> None:
     all_params = [SamplingParams(12, do_sample=True, top_k=20, seed=seed, num_return_sequences=2) for seed in range(12)]
     items = list(zip(prompts_of(12), all_params, strict=True))
-    with closing(ContinuousBatchingEngine(model, max_num_seqs=7, config=CONFIG)) as engine:
+    with closing(ContinuousBatchingEngine(model, EngineOptions(max_num_seqs=7, config=CONFIG))) as engine:
         batched = Client(engine)
         submit(batched, items)
         for item, outcome in zip(items, batched.outcomes(), strict=True):
@@ -174,7 +177,7 @@ def test_a_seed_gives_the_same_output_alone_and_in_a_batch(model: Any) -> None:
 
 
 def test_memory_of_states_is_counted(model: Any) -> None:
-    with closing(ContinuousBatchingEngine(model, max_num_seqs=5)) as engine:
+    with closing(ContinuousBatchingEngine(model, EngineOptions(max_num_seqs=5))) as engine:
         check(model, Client(engine), [(prompt, SamplingParams(20)) for prompt in prompts_of(9)])
         layers = [layer for layer in engine.runner.cache.layers if hasattr(layer, "states")]
         of_slot = sum(state[0].nbytes for layer in layers for state in layer.states())
@@ -198,7 +201,7 @@ def test_sequences_wait_for_memory_of_their_states(model: Any, monkeypatch: pyte
 
     monkeypatch.setattr(Executor, "run", noted)
     items = [(prompt, SamplingParams(5 + index)) for index, prompt in enumerate(prompts_of(12))]
-    with closing(ContinuousBatchingEngine(model, max_num_seqs=7, config=CONFIG)) as engine:
+    with closing(ContinuousBatchingEngine(model, EngineOptions(max_num_seqs=7, config=CONFIG))) as engine:
         check(model, Client(engine), items)
         refused = Client(engine).ask([5, 6], SamplingParams(room))
     assert 1 < max(num_running) < 7
@@ -209,20 +212,24 @@ def test_sequences_wait_for_memory_of_their_states(model: Any, monkeypatch: pyte
 
 def test_max_cache_tokens_does_nothing_without_keys_and_values(caplog: pytest.LogCaptureFixture) -> None:
     model = build(*STATES["mamba2"])
-    with closing(ContinuousBatchingEngine(model, max_num_seqs=3, max_cache_tokens=BLOCK_SIZE, config=CONFIG)) as engine:
+    with closing(
+        ContinuousBatchingEngine(model, EngineOptions(max_num_seqs=3, max_cache_tokens=BLOCK_SIZE, config=CONFIG))
+    ) as engine:
         check(model, Client(engine), [(random_tokens(2 * BLOCK_SIZE, 0), SamplingParams(4))])
     assert "max_cache_tokens does nothing for a model without keys and values" in caplog.text
 
 
 def test_max_cache_tokens_does_not_count_states(model: Any) -> None:
     items = [(prompt, SamplingParams(9)) for prompt in prompts_of(6)]
-    with closing(ContinuousBatchingEngine(model, max_num_seqs=7, max_cache_tokens=80, config=CONFIG)) as engine:
+    with closing(
+        ContinuousBatchingEngine(model, EngineOptions(max_num_seqs=7, max_cache_tokens=80, config=CONFIG))
+    ) as engine:
         check(model, Client(engine), items)
 
 
 @torch.inference_mode()
 def test_a_sequence_begins_without_its_slots_former_state(model: Any) -> None:
-    with closing(ContinuousBatchingEngine(model, max_num_seqs=1, config=CONFIG)) as engine:
+    with closing(ContinuousBatchingEngine(model, EngineOptions(max_num_seqs=1, config=CONFIG))) as engine:
         check(model, Client(engine), [([5, 6, 7], SamplingParams(3))])
         for layer in engine.runner.cache.layers:
             for state in layer.states() if hasattr(layer, "states") else ():
@@ -237,6 +244,8 @@ def test_no_prefix_is_shared_and_no_output_changes(model: Any) -> None:
         ([*stem[: source.randrange(20, 90)], *random_tokens(5, index)], SamplingParams(source.randrange(1, 12)))
         for index in range(20)
     ]
-    with closing(ContinuousBatchingEngine(model, max_num_seqs=7, observer=hits, config=CONFIG)) as engine:
+    with closing(
+        ContinuousBatchingEngine(model, EngineOptions(max_num_seqs=7, observer=hits, config=CONFIG))
+    ) as engine:
         check(model, Client(engine), items)
     assert hits.counts == [0] * len(hits.counts)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hf_triton.engine.batch_engine import BatchEngine
+from hf_triton.engine.options import EngineOptions
 from hf_triton.engine.sequence import Completion, Outcome, SequenceGroup
 from hf_triton.errors import HfTritonError
 from hf_triton.runner.probe import Sharing
@@ -123,7 +124,8 @@ class FilledEngine:
     """A batch engine that starts when its queue is filled, so that whatever can share a batch does."""
 
     def __init__(self, model: Any, sharing: Sharing = "padded", **options: Any) -> None:
-        self.engine = BatchEngine(model, **{"max_num_seqs": 32, "context_length": 4096, "sharing": sharing, **options})
+        options = {"max_num_seqs": 32, "context_length": 4096, **options}
+        self.engine = BatchEngine(model, EngineOptions(**options), sharing)
 
     def submit(self, *groups: SequenceGroup) -> None:
         with self.engine.queue.changed:  # the engine takes nothing before all are queued

@@ -11,6 +11,7 @@ import torch
 
 from hf_triton.engine.choose import build_engine
 from hf_triton.engine.continuous import ContinuousBatchingEngine
+from hf_triton.engine.options import EngineOptions
 from hf_triton.engine.scheduler import StepOutput
 from hf_triton.engine.sequence import Completion, Outcome
 from hf_triton.engine.types import Observer
@@ -68,8 +69,7 @@ class Client:
 
 def start_engine(model: Any, engine: str = "auto", **options: Any) -> Any:
     """The engine that a folder without settings gets, unless `options` say otherwise."""
-    defaults = {"max_cache_tokens": None, "enable_prefix_caching": True, "decoding": "auto"}
-    return build_engine(model, engine, **{**defaults, "on_fatal": lambda: None, **options})
+    return build_engine(model, engine, EngineOptions(**options))
 
 
 def prompts(count: int, seed: int, longest: int = 60) -> list[list[int]]:

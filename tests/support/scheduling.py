@@ -287,7 +287,7 @@ class Simulation:
         """A sequence holds the blocks of its tokens and no more; each block knows its holders."""
         pool, scheduler = self.memory.pool, self.scheduler
         held = [block for sequence in scheduler.running for block in sequence.blocks]
-        assert pool._references == Counter([*held, *(source for source, _ in scheduler._block_copies)])
+        assert pool._references == Counter([*held, *(source for source, _ in scheduler._notes.block_copies)])
         for sequence in scheduler.running:
             assert len(sequence.blocks) == self.memory.num_blocks(sequence.num_computed)
         assert not any(sequence.blocks for sequence in scheduler.waiting)

@@ -59,15 +59,15 @@ def test_a_prompt_waits_for_memory_that_others_on_the_device_free() -> None:
 def test_a_lowered_slot_limit_rises_with_every_finished_sequence() -> None:
     simulation = Simulation()
     simulation.submit(3, 3, 3, 3, 3, 3, max_new_tokens=2)
-    simulation.scheduler.slot_limit = 1
+    simulation.scheduler.admission.slot_limit = 1
     assert simulation.finish() == [[3], [1], [3, 3], [1, 1], [3, 3, 3], [1, 1, 1]]
 
 
-def test_reset_limits_allows_all_slots_again() -> None:
+def test_reset_limit_allows_all_slots_again() -> None:
     simulation = Simulation()
     simulation.submit(3, 3, 3, 3)
-    simulation.scheduler.slot_limit = 1
-    simulation.scheduler.reset_limits()
+    simulation.scheduler.admission.slot_limit = 1
+    simulation.scheduler.admission.reset_limit()
     assert simulation.step() == [3, 3, 3, 3]
 
 
@@ -247,7 +247,8 @@ def test_a_group_that_waits_counts_with_all_its_sequences() -> None:
     simulation.submit(3, num_return_sequences=3)
     simulation.step()
     simulation.submit(3)
-    simulation.scheduler._start_groups()
+    (waiting,) = simulation.scheduler.admission.start_groups(3)
+    simulation.scheduler._add(waiting)
     assert simulation.scheduler.load().num_free_slots == 0
 
 

@@ -222,6 +222,7 @@ def build_text_generation(
         LoadError: No engine can run the model, or the folder's defaults contradict it.
     """
     from hf_triton.engine.choose import build_engine
+    from hf_triton.engine.options import EngineOptions
     from hf_triton.runner.cpu import accelerate
     from hf_triton.runner.cuda import fuse
     from hf_triton.runner.device import DeviceContext
@@ -230,24 +231,22 @@ def build_text_generation(
     limits = request_limits(settings, checkpoint.context_length)
     text_to_text = build_text_to_text(settings.task, checkpoint)
     with DeviceContext(checkpoint.model.device) as device:
-        max_num_seqs = device.max_num_seqs if settings.max_num_seqs is None else settings.max_num_seqs
         accelerate(checkpoint.model, pack_weights=settings.pack_weights)
         fuse(checkpoint.model)
         adapters = Adapters(checkpoint.model)
         store = AdapterStore(adapters, settings.adapters, hub.model_folder, hub.resolve_adapter)
-        engine = build_engine(
-            checkpoint.model,
-            settings.engine,
-            max_num_seqs=max_num_seqs,
+        options = EngineOptions(
+            max_num_seqs=device.max_num_seqs if settings.max_num_seqs is None else settings.max_num_seqs,
+            context_length=checkpoint.context_length,
             max_cache_tokens=settings.max_cache_tokens,
             gpu_part=gpu_part,
             enable_prefix_caching=settings.enable_prefix_caching,
             decoding=settings.decoding,
-            context_length=checkpoint.context_length,
+            adapters=adapters,
             on_fatal=on_fatal,
             observer=observer,
-            adapters=adapters,
         )
+        engine = build_engine(checkpoint.model, settings.engine, options)
     codec = TextCodec(checkpoint.tokenizer, checkpoint.vocabulary_size)
     preparer = PromptPreparer(
         codec,
@@ -256,7 +255,7 @@ def build_text_generation(
         CheckedHooks(hooks, limits.max_prompt_bytes),
         build_message_format(response_template, checkpoint.tokenizer, chat_template, codec.special_tokens()),
         store,
-        _prompt_defaults(checkpoint, settings, max_num_seqs, is_text_to_text=text_to_text is not None),
+        _prompt_defaults(checkpoint, settings, options.max_num_seqs, is_text_to_text=text_to_text is not None),
         text_to_text,
     )
     service = TextGenerationService(

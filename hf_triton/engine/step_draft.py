@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step while it is being scheduled: its tokens, its budget, and what has changed since the last one. No torch."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from hf_triton.engine.block_pool import BlockPool
+from hf_triton.engine.config import ModelTraits
+from hf_triton.engine.prefix_cache import PrefixCache
+from hf_triton.engine.sequence import Sequence
+from hf_triton.runner.step import AdmittedSequence, Step, TokenRange
+
+MIN_CHUNK: Final = 3
+"""Tokens of a chunk, if as many are missing: with states, neither it nor what it leaves may be one token."""
+
+
+class StepNotes:
+    """Sequences that have come and gone since the last step, and what the next one copies for them.
+
+    Args:
+        pool: Holds each block that is to be copied until the step is built.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.admitted: list[AdmittedSequence] = []
+        self.finished: list[int] = []
+        self.block_copies: list[tuple[int, int]] = []
+        self.slot_copies: list[tuple[int, int]] = []
+        self._pool = pool
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Let the next step copy a block."""
+        self._pool.share(source)
+        self.block_copies.append((source, target))
+
+    def leave(self, sequence: Sequence) -> None:
+        """A sequence loses its blocks and its slot, so nothing is copied into them."""
+        dropped = [pair for pair in self.block_copies if pair[1] in sequence.blocks]
+        self._pool.release([source for source, _ in dropped])
+        self.block_copies = [pair for pair in self.block_copies if pair not in dropped]
+        self.slot_copies = [pair for pair in self.slot_copies if pair[1] != sequence.slot]
+        self.admitted = [new for new in self.admitted if new.sequence_id != sequence.id]
+        self.finished.append(sequence.id)
+
+
+class StepDraft:
+    """The ranges of a step, to which decoding sequences are added first.
+
+    Args:
+        traits: Properties of the model.
+    """
+
+    def __init__(self, traits: ModelTraits) -> None:
+        self.ranges: dict[Sequence, TokenRange] = {}
+        self.num_left = 0
+        """Tokens of chunks that the step has room for yet."""
+        self.wait_s = 0.0
+        """Seconds to wait in place of a step."""
+        self.awaiting: set[int] = set()
+        """Sequences that sit out the next step, once this one is built."""
+        self._traits = traits
+        self._budget = 0  # tokens of chunks that it may compute in all
+        self._is_decoding = False
+
+    def begin_chunks(self) -> None:
+        """What is added from now on are chunks of contexts, within a budget."""
+        self._is_decoding = bool(self.ranges)
+        self._budget = self.num_left = self._traits.chunk_sizes.budget(len(self.ranges))
+
+    def chunk_size(self, sequence: Sequence) -> int:
+        """Tokens of a context's next chunk; 0: its turn comes later."""
+        traits, missing = self._traits, sequence.num_missing
+        if traits.prefills_whole:
+            return missing if missing <= self.num_left or self.num_left == self._budget else 0
+        share = traits.chunk_sizes.share(is_decoding=self._is_decoding, num_cached=sequence.num_computed)
+        size = min(missing, self.num_left, max(MIN_CHUNK, int(self.num_left * share)))
+        if traits.has_states and size < missing:  # a chunk of one token would be taken for a decoding step
+            size -= missing - size == 1
+            size = size if size > 1 else 0
+        return size
+
+    def add(self, sequence: Sequence, num_tokens: int) -> None:
+        """Compute a sequence's next tokens; behind the last one of its context, the token that follows is sampled."""
+        start, end = sequence.num_computed, sequence.num_computed + num_tokens
+        num_top, num_scored = None, 0
+        if sequence.wants_scores:
+            num_scored = max(0, min(end, len(sequence.group.prompt_ids) - 1) - start)
+            num_top = sequence.group.params.prompt_logprobs if num_scored else None
+        samples: list[int] = []
+        if num_tokens == sequence.num_missing:
+            for sampling in (sequence, *sequence.siblings):
+                sampling.num_inflight += 1
+                samples.append(sampling.id)
+        self.ranges[sequence] = TokenRange(
+            sequence_id=sequence.id,
+            start=start,
+            end=end,
+            token_ids=sequence.tokens(start, end),
+            block_table=sequence.blocks[:],
+            context_length=sequence.num_tokens,
+            samples=tuple(samples),
+            num_top_logprobs=num_top,
+            num_scored=num_scored,
+            slot=sequence.slot,
+        )
+        sequence.num_computed = end
+        self.num_left = max(0, self.num_left - num_tokens)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take back what was added of a sequence that is preempted; what it was to sample is not in flight."""
+        tokens = self.ranges.pop(sequence, None)
+        if tokens and tokens.samples:
+            for sampling in (sequence, *sequence.siblings):
+                sampling.num_inflight -= 1
+
+    @property
+    def cuts_context(self) -> bool:
+        """Whether a context goes on behind the step."""
+        return not all(tokens.samples for tokens in self.ranges.values())
+
+    def build(self, notes: StepNotes, prefixes: PrefixCache) -> Step:
+        """The step, with what has changed since the last one; without ranges it says how long to wait."""
+        if not self.ranges:
+            return Step(wait_s=self.wait_s)
+        ranges = list(self.ranges.values())
+        if len(ranges) > 1:
+            ranges.sort(key=lambda tokens: (not tokens.is_decode, tokens.slot))
+        return Step(
+            ranges=tuple(ranges),
+            admitted=tuple(notes.admitted),
+            finished=tuple(notes.finished),
+            block_copies=tuple(notes.block_copies),
+            full_blocks=tuple(prefixes.full_blocks(ranges)),
+            slot_copies=tuple(notes.slot_copies),
+            stays_inflight=self._traits.runs_ahead and self._can_run_ahead(),
+        )
+
+    def _can_run_ahead(self) -> bool:
+        """Whether the next step is scheduled before the tokens of this one are read; decides who sits it out.
+
+        That hides the host's work, but a sequence that sits out loses a step: half of those that sample may.
+        """
+        if any(sequence.wants_scores or (sequence.siblings and sequence.num_inflight) for sequence in self.ranges):
+            return False
+        going_on = [sequence for sequence in self.ranges if sequence.num_missing]
+        sampling = [sequence for sequence in going_on if sequence.num_inflight]
+        awaiting = {sequence.id for sequence in sampling if self._must_be_read(sequence)}
+        if not going_on or 2 * len(awaiting) > len(sampling):
+            return False
+        self.awaiting = awaiting
+        return True
+
+    def _must_be_read(self, sequence: Sequence) -> bool:
+        """Whether the host must see a sequence's tokens in flight before the next one is computed."""
+        num_tokens = sequence.num_tokens + sequence.num_inflight
+        return sequence.sampler.needs_host or num_tokens == self._traits.recompute_length
