@@ -43,6 +43,8 @@ class PagedCache(Cache):
         """Of the forward that runs."""
         self.layer_of: dict[int, PagedLayer] = {}
         """By the identity of the keys that `update` has returned in this forward."""
+        self.coming_value: tuple[int, torch.Tensor] | None = None
+        """The value that a layer's `update` will get, and the layer's number; see `cuda/early_writes.py`."""
         self.turn = Turn()
         self.layers = [self._layer(layer) for layer in _layers(config)]
         if not self.layers:
@@ -61,19 +63,24 @@ class PagedCache(Cache):
     def begin(self, step: StepTensors) -> None:
         """Prepare for a forward of this step."""
         self.step = step
-        self.layer_of.clear()
+        self._forget()
         for layer in self.layers:
             if isinstance(layer, SlotStatesLayer):
                 layer.begin(step)
 
     def end(self) -> None:
         """Keep the states that the forward has computed."""
-        self.layer_of.clear()
+        self._forget()
         for layer in self.layers:
             if isinstance(layer, SlotStatesLayer):
                 layer.end()
-            if isinstance(layer, PagedLayer):
-                layer.new_keys = layer.new_values = layer.returned_keys = None
+
+    def _forget(self) -> None:
+        """Let go of the tensors of the last forward, which may have failed."""
+        self.layer_of.clear()
+        self.coming_value = None
+        for layer in self.paged_layers():
+            layer.new_keys = layer.new_values = layer.returned_keys = layer.early = None
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks, each from one to another; all are read before any is written."""
@@ -131,6 +138,13 @@ def _layers(config: Any) -> list[Any]:
         return []
 
 
+def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors that both live are the same numbers in memory."""
+    return (one.data_ptr(), one.shape, one.stride(), one.dtype) == (
+        *(other.data_ptr(), other.shape, other.stride(), other.dtype),
+    )
+
+
 class _KernelOf(dict[int, Any]):
     """By number of heads: a layer's attention of one token of every sequence on a CPU; None: there is none."""
 
@@ -163,6 +177,8 @@ class PagedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         """What `update` has returned: while it is kept, no other tensor has its identity."""
         self.is_written = True
         """Whether they are in their blocks; else the kernel writes them."""
+        self.early: tuple[torch.Tensor, torch.Tensor] | None = None
+        """The key and value that are in their blocks though `update` has not got them yet."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -185,7 +201,8 @@ class PagedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
             self.operation = attention_for(self.blocks.keys)
         self.new_keys = key_states.transpose(1, 2).flatten(0, 1)
         self.new_values = value_states.transpose(1, 2).flatten(0, 1)
-        self.is_written = False
+        early, self.early = self.early, None
+        self.is_written = early is not None and early[0] is key_states and is_same(early[1], value_states)
         if cache.gathers:
             self.write()
             return self.blocks.gather(cache.step)
@@ -194,6 +211,12 @@ class PagedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
             self.write()
         cache.layer_of[id(key_states)], self.returned_keys = self, key_states
         return key_states, value_states
+
+    def takes_early(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Whether a GPU may write these before `update`, which comes once in a forward."""
+        if self.operation is None or self.blocks is None or self.new_keys is not None:
+            return False
+        return self.blocks.have_room_for(keys, values)
 
     def write(self) -> None:
         """Write the new tokens to their blocks, once."""
