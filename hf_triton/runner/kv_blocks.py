@@ -34,15 +34,8 @@ class KVBlocks:
 
     @property
     def bytes_per_token(self) -> int:
-        """Of keys and values."""
+        """Keys and values take so much."""
         return (self.keys[0].nbytes + self.values[0].nbytes) // self.block_size
-
-    def have_room_for(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
-        """Whether keys and values, each `[rows, key heads, tokens, size]`, are of these blocks' form."""
-        pairs = (keys, self.keys), (values, self.values)
-        return keys.shape[::2] == values.shape[::2] and all(
-            (new.shape[1::2], new.dtype, new.device) == (own.shape[1::2], own.dtype, own.device) for new, own in pairs
-        )
 
     def gather(self, step: StepTensors) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of all tokens of a step's sequences, `[1, key heads, tokens, size]`."""

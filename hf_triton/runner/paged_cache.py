@@ -40,9 +40,9 @@ class PagedCache(Cache):
         self.gathers = gathers
         self.kernels = paged_kernels()
         self.step: StepTensors
-        """Of the forward that runs."""
+        """The forward that runs computes it."""
         self.layer_of: dict[int, PagedLayer] = {}
-        """By the identity of the keys that `update` has returned in this forward."""
+        """Layers by the identity of the keys that `update` has returned in this forward."""
         self.coming_value: tuple[int, torch.Tensor] | None = None
         """The value that a layer's `update` will get, and the layer's number; see `cuda/early_writes.py`."""
         self.turn = Turn()
@@ -140,13 +140,12 @@ def _layers(config: Any) -> list[Any]:
 
 def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors that both live are the same numbers in memory."""
-    return (one.data_ptr(), one.shape, one.stride(), one.dtype) == (
-        *(other.data_ptr(), other.shape, other.stride(), other.dtype),
-    )
+    views = [(each.data_ptr(), each.shape, each.stride(), each.dtype) for each in (one, other)]
+    return views[0] == views[1]
 
 
 class _KernelOf(dict[int, Any]):
-    """By number of heads: a layer's attention of one token of every sequence on a CPU; None: there is none."""
+    """Keeps a layer's attention of one token of every sequence on a CPU, by number of heads; None: there is none."""
 
     def __init__(self, cache: PagedCache, layer: PagedLayer) -> None:
         super().__init__()
@@ -213,10 +212,14 @@ class PagedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         return key_states, value_states
 
     def takes_early(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
-        """Whether a GPU may write these before `update`, which comes once in a forward."""
-        if self.operation is None or self.blocks is None or self.new_keys is not None:
+        """Whether a GPU may write these, `[rows, key heads, tokens, size]`, before `update` gets them."""
+        blocks = self.blocks
+        if self.operation is None or blocks is None or self.new_keys is not None:  # one update in a forward
             return False
-        return self.blocks.have_room_for(keys, values)
+        return keys.shape[::2] == values.shape[::2] and all(
+            (new.shape[1::2], new.dtype, new.device) == (own.shape[1::2], own.dtype, own.device)
+            for new, own in ((keys, blocks.keys), (values, blocks.values))
+        )
 
     def write(self) -> None:
         """Write the new tokens to their blocks, once."""

@@ -103,7 +103,7 @@ def test_models_whose_rotation_writes_are_told_by_trying(name: str, early: list[
 # --- between rotation and update -------------------------------------------------------------------------------------
 
 
-class Double(nn.Module):
+class Passing(nn.Module):
     """A module that a hook may change."""
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
@@ -144,7 +144,7 @@ def changing(change: Callable[..., Any]) -> Any:
     model = build("LlamaConfig", BASE)
     for layer in model.model.layers:
         layer.self_attn.__class__ = type("Changing", (Attention,), {"change": change})
-        layer.self_attn.between = Double()
+        layer.self_attn.between = Passing()
     return model
 
 
@@ -256,7 +256,9 @@ def test_padding_of_a_graph_writes_nothing(simulated: Device | None, early: list
     runner.run(Step((part(0, 20, 21), part(1, 9, 10), part(2, 9, 10))))  # the graph of four tokens
     assert not early, "it was no replay"
     for blocks in runner.cache.blocks():
-        written = [(states.cpu() != -9).flatten(1).any(1).nonzero().flatten() for states in (blocks.keys, blocks.values)]
+        written = [
+            (states.cpu() != -9).flatten(1).any(1).nonzero().flatten() for states in (blocks.keys, blocks.values)
+        ]
         assert [each.tolist() for each in written] == [[1, 2, 3]] * 2
         assert [int((states.cpu() != -9).any(-1).any(1).sum()) for states in (blocks.keys, blocks.values)] == [3, 3]
 

@@ -64,14 +64,9 @@ def rotate(
 
 
 class _Trial(TorchFunctionMode):
-    """Sees which values reach a cache together with the key that has just been rotated."""
+    """Keeps the key of the last rotation, until a module is called."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.key: torch.Tensor | None = None
-        """The key of the last rotation, if no module has been called since."""
-        self.values: list[tuple[int, torch.Tensor]] = []
-        """Layers, and what they got."""
+    key: torch.Tensor | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
@@ -80,28 +75,22 @@ class _Trial(TorchFunctionMode):
         return output
 
     def forget(self, *_: Any) -> None:
-        """A module is called."""
         self.key = None
-
-    def see(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
-        """A cache is updated."""
-        if key is self.key and key._version == value._version == 0 and value.ndim == 4:
-            self.values.append((layer, value))
-
-
-class _TrialCache(DynamicCache):
-    trial: _Trial
-
-    def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        self.trial.see(key_states, value_states, layer_idx)
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
 @torch.no_grad()
 def write_early(model: Any) -> int:
     """Have rotations of a model write to blocks where a trial allows it; in how many layers."""
-    cache = _TrialCache(config=model.config.get_text_config(decoder=True))
-    cache.trial = trial = _Trial()
+    trial, values = _Trial(), []
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    own = cache.update
+
+    def update(key: torch.Tensor, value: torch.Tensor, layer: int, *arguments: Any, **options: Any) -> Any:
+        if key is trial.key and key._version == value._version == 0 and value.ndim == 4:
+            values.append((layer, value))
+        return own(key, value, layer, *arguments, **options)
+
+    cache.update = update  # type: ignore[method-assign]
     hooks = [module.register_forward_pre_hook(trial.forget) for module in model.modules()]
     try:
         with trial:
@@ -110,21 +99,19 @@ def write_early(model: Any) -> int:
         for hook in hooks:
             hook.remove()
     num_calls = Counter(id(call.module) for call in calls)
-    num_updates = Counter(layer for layer, _ in trial.values)
+    num_updates = Counter(layer for layer, _ in values)
     count = 0
-    for layer, value in trial.values:
-        for call in calls:  # inner modules end first
-            hook = _hook_for(call.output, layer, value)
-            if hook is not None:
-                if num_calls[id(call.module)] == num_updates[layer] == 1:
-                    call.module.register_forward_hook(hook)
-                    count += 1
-                break
+    for layer, value in values:
+        tellers = ((call.module, told) for call in calls if (told := _hook_for(call.output, layer, value)))
+        module, told = next(tellers, (None, None))  # inner modules end first
+        if module is not None and num_calls[id(module)] == num_updates[layer] == 1:
+            module.register_forward_hook(told)
+            count += 1
     return count
 
 
 def _hook_for(output: Any, layer: int, value: torch.Tensor) -> ValueHook | None:
-    """The hook of a module whose output has a layer's value; None: it has not."""
+    """The hook of a module whose output the value of a layer is a view of; None: it is not."""
     if not isinstance(output, torch.Tensor) or output.ndim != 3 or output.dtype != value.dtype:
         return None
     first, left = divmod(value.data_ptr() - output.data_ptr(), output.element_size())
