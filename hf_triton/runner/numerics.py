@@ -10,7 +10,7 @@ import torch
 NUM_EPS: Final = 4
 """Units of rounding."""
 MIN_TOLERANCE: Final = 1e-5
-"""Of sums in float32, whose order differs."""
+"""Sums in float32 differ so much by their order."""
 
 
 def agree(expected: torch.Tensor, actual: torch.Tensor) -> bool:

@@ -40,7 +40,7 @@ def asks_for(model: Any, name: str) -> bool:
 
 
 def probe_batching(model: Any) -> Sharing:
-    """Which sequences may share a batch, by a row's logits alone and beside another row.
+    """Find which sequences may share a batch, by a row's logits alone and beside another row.
 
     Compares the first `NUM_STEPS` tokens, which are given. Recurrent models that ignore the attention mask fail with
     padding, and transformers' RWKV fails beside any other row; they are served in smaller batches. An exception on a

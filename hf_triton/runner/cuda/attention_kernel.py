@@ -35,7 +35,7 @@ PLACES: Final = ["sequences", "bounds", "lengths", "starts", "tables"]
 """Views of a step's numbers, whose alignment is another one at each step: kernels for each would be compiled while
 sequences wait."""
 NUMBERS: Final = ["num_tokens", "num_sequences", "num_splits", "min_new", "max_new"]
-"""As a step has them."""
+"""Every step has others."""
 
 
 @triton.jit
@@ -304,7 +304,7 @@ def combine(
 
 @triton.jit
 def find_place(token, head, num_heads, sequence, bounds, lengths, starts, tables, block_size: tl.constexpr):
-    """Which of all heads in the blocks, which are contiguous, is that of a token of a sequence."""
+    """Count the heads in the blocks, which are contiguous, before that of a token of a sequence."""
     _, end, length = _read_sequence(sequence, bounds, lengths)
     position = length - end + token
     block = tl.load(tables + tl.load(starts + sequence) + position // block_size)
