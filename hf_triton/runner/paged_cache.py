@@ -216,7 +216,7 @@ class PagedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         blocks = self.blocks
         if self.operation is None or blocks is None or self.new_keys is not None:  # one update in a forward
             return False
-        return keys.shape[::2] == values.shape[::2] and all(
+        return keys.shape[:3] == values.shape[:3] and all(
             (new.shape[1::2], new.dtype, new.device) == (own.shape[1::2], own.dtype, own.device)
             for new, own in ((keys, blocks.keys), (values, blocks.values))
         )
