@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from hf_triton.runner.attention import TorchAttention, attention_configs, attention_of, register
 from hf_triton.runner.calling import cache_name
 from hf_triton.runner.cuda import capture_graphs, forward_context
 from hf_triton.runner.device_step import DeviceStep, StepSize, decode_sizes, step_sizes
@@ -26,6 +25,7 @@ from hf_triton.runner.lora.adapters import Adapters
 from hf_triton.runner.paged_cache import PagedCache
 from hf_triton.runner.state_slots import decodes_as_it_prefills
 from hf_triton.runner.step import Step, TokenRange
+from hf_triton.runner.step_attention import TorchAttention, attention_configs, attention_of, register
 from hf_triton.runner.step_tensors import InflightTokens, StepTensors
 from hf_triton.runner.transfer import to_device
 

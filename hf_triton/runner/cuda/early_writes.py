@@ -17,11 +17,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 from transformers.cache_utils import DynamicCache
 
-from hf_triton.runner.attention import cache_of_thread
 from hf_triton.runner.calling import cache_name
 from hf_triton.runner.cuda.fused_operations import rotary
 from hf_triton.runner.cuda.seen_calls import see_calls
 from hf_triton.runner.paged_cache import PagedCache, PagedLayer, is_same
+from hf_triton.runner.step_attention import cache_of_thread
 
 
 @dataclass(frozen=True)
