@@ -69,7 +69,7 @@ def check_folder(folder: Path, progress: Progress) -> None:
 
 def available_providers() -> Sequence[str]:
     """The execution providers of the installed ONNX Runtime."""
-    from hf_triton.runner.graph import available_providers as available
+    from hf_triton.runner.graph_model import available_providers as available
 
     return available()
 
@@ -86,7 +86,7 @@ def written_candidates(
         int8: Whether weights of 8 bits are asked for.
     """
     if on_gpu:
-        from hf_triton.runner.graph import GPU_PROVIDERS
+        from hf_triton.runner.graph_model import GPU_PROVIDERS
 
         found: dict[str, tuple[str, Path, tuple[object, ...]]] = {"pytorch, float16": ("save", work / "float16", ())}
         for runtime, provider in GPU_PROVIDERS.items():
@@ -103,7 +103,7 @@ def written_candidates(
 
 def machine_of(base: Row) -> dict[str, Any]:
     """Where a candidate was measured: processor, threads, versions, date."""
-    from hf_triton.runner.graph import processor
+    from hf_triton.runner.graph_model import processor
 
     versions = {}
     for name in VERSIONS:

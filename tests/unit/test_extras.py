@@ -24,7 +24,7 @@ from hf_triton.hub.graph import check_graph
 from hf_triton.hub.load_failures import QUANTIZED_PACKAGES, explain_load
 from hf_triton.hub.pretrained import load_image_processor
 from hf_triton.protocol.tracing import build_tracing
-from hf_triton.runner import graph
+from hf_triton.runner import graph_model
 from hf_triton.runner.cpu.availability import runs_numba
 from hf_triton.runner.lora.adapter_files import _check_method
 from hf_triton.server import find_tritonserver
@@ -130,8 +130,8 @@ def undeclared(graph: grimp.ImportGraph, roots: Iterable[str], extras: Iterable[
     """The packages that modules, and what they import in turn, import without one of the extras."""
     modules: set[str] = set()
     for root in roots:
-        for module in {root, *(graph.find_descendants(root) if root not in COMMANDS else ())}:
-            modules |= graph.find_upstream_modules(module)
+        for module in {root, *(graph_model.find_descendants(root) if root not in COMMANDS else ())}:
+            modules |= graph_model.find_upstream_modules(module)
     foreign = {name.partition(".")[0] for name in modules} - sys.stdlib_module_names - {*PACKAGES} - NOT_OURS
     present = installed_with(*PLAIN, *set().union(*map(required, extras)))
     distributions = packages_distributions()
@@ -315,7 +315,7 @@ def test_the_message_of_a_missing_package_names_its_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.setattr(graph, "runtime_version", lambda runtime: None)
+    monkeypatch.setattr(graph_model, "runtime_version", lambda runtime: None)
     monkeypatch.setenv("PATH", os.devnull)
     message = ""
     try:
