@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from hf_triton.runner.comparison import Comparison
+from hf_triton.runner.model_comparison import Comparison
 from hf_triton.runner.reference import NUM_STEPS, check_numbers, logits_after, make_continuation, make_prompt
 
 if TYPE_CHECKING:

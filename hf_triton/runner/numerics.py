@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Agreement of a single operation's results up to the rounding of its dtype; whole models: `comparison.py`."""
+"""Agreement of a single operation's results up to the rounding of its dtype; whole models: `model_comparison.py`."""
 
 from __future__ import annotations
 

@@ -25,9 +25,9 @@ from typing import Any, Final
 
 import torch
 
-from hf_triton.runner.comparison import Comparison, Verdict
 from hf_triton.runner.faults import described, is_fatal, is_memory
 from hf_triton.runner.float32 import is_in_float32, largest_layer_bytes
+from hf_triton.runner.model_comparison import Comparison, Verdict
 from hf_triton.runner.model_runner import ModelRunner, Way
 from hf_triton.runner.reference import NUM_STEPS, check_numbers, logits_after, make_continuation, make_prompt
 from hf_triton.runner.step import Step, TokenRange

@@ -10,8 +10,8 @@ from accelerate import dispatch_model
 
 from hf_triton.encoder.forward import build_forward
 from hf_triton.runner import step_attention
-from hf_triton.runner.comparison import HALF_LIMIT
 from hf_triton.runner.cuda import attention as cuda_attention
+from hf_triton.runner.model_comparison import HALF_LIMIT
 from tests.support.encoders import HEADS, build_model, expected_outputs, random_inputs
 
 pytestmark = pytest.mark.full

@@ -16,10 +16,10 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.pytorch_utils import Conv1D
 
-from hf_triton.runner.comparison import Verdict
 from hf_triton.runner.cpu import layer_timing, linear, linear_kernel, packing
 from hf_triton.runner.cpu.linear import PackedLinear
 from hf_triton.runner.cpu.packing import pack
+from hf_triton.runner.model_comparison import Verdict
 from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
 from tests.support.architectures import BASE, BATCH, CONTINUOUS, WHOLE, build, requests, some_in_make_test
 from tests.support.engine import Client, check, start_engine

@@ -25,11 +25,11 @@ from typing import Any, Final
 import torch
 
 from hf_triton.errors import CheckpointError, SettingsError
-from hf_triton.runner.comparison import Comparison
 from hf_triton.runner.lora.adapter_files import PREFIX, AdapterConfig, read_adapter_config, read_tensors, refuse, short
 from hf_triton.runner.lora.adapter_names import NO_ADAPTER, AdapterNames
 from hf_triton.runner.lora.adapter_plan import TOKENS, AdapterPlan, plan_adapter, split_name
 from hf_triton.runner.lora.adapter_slots import AdapterSlots
+from hf_triton.runner.model_comparison import Comparison
 
 NUM_TRIAL_TOKENS: Final = 5
 SPARE_BYTES: Final = 64 << 20
