@@ -21,7 +21,7 @@ from hf_triton.runner.device_step import DeviceStep, StepSize, decode_sizes, ste
 from hf_triton.runner.experts import gathered_experts, gathering_sizes, why_experts_wait
 from hf_triton.runner.faults import described
 from hf_triton.runner.long_rope import LongRope, has_long_rope
-from hf_triton.runner.lora.adapters import Adapters
+from hf_triton.runner.lora.model_adapters import Adapters
 from hf_triton.runner.paged_cache import PagedCache
 from hf_triton.runner.state_slots import decodes_as_it_prefills
 from hf_triton.runner.step import Step, TokenRange
