@@ -130,8 +130,8 @@ def undeclared(graph: grimp.ImportGraph, roots: Iterable[str], extras: Iterable[
     """The packages that modules, and what they import in turn, import without one of the extras."""
     modules: set[str] = set()
     for root in roots:
-        for module in {root, *(graph_model.find_descendants(root) if root not in COMMANDS else ())}:
-            modules |= graph_model.find_upstream_modules(module)
+        for module in {root, *(graph.find_descendants(root) if root not in COMMANDS else ())}:
+            modules |= graph.find_upstream_modules(module)
     foreign = {name.partition(".")[0] for name in modules} - sys.stdlib_module_names - {*PACKAGES} - NOT_OURS
     present = installed_with(*PLAIN, *set().union(*map(required, extras)))
     distributions = packages_distributions()
