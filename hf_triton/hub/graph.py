@@ -31,7 +31,7 @@ class GraphFacts:
     num_positions: int | None
     """Tokens that it has position embeddings for; None: it computes positions."""
     processor: str
-    """On which it was measured; see `runner.graph.processor_of`."""
+    """On which it was measured; see `runner.graph_model.processor_of`."""
     version: str
     """Of the runtime that it was measured with."""
 
