@@ -11,7 +11,7 @@ second of wall time; what counts is their ratio within a round, because machines
 `generate` runs padded batches in order of arrival, each as long as its longest request. `bare` is a loop of the model's
 forward and an argmax, as wide and as long as the engine's steps were on average, without prefill. Both run the model as
 transformers loads it. The engine runs it as the server does, with packed linear layers
-(`hf_triton/runner/cpu/packing.py`), and so do `generate, packed` and `bare, packed`, the upper bound of any engine.
+(`hf_triton/runner/cpu/layer_packing.py`); so do `generate, packed` and `bare, packed`, the upper bound of any engine.
 `bare, packed, prompts` adds the time to prefill each prompt by itself.
 """
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 import click
 import torch
 
-from hf_triton.runner.comparison import HALF_LIMIT, distance
+from hf_triton.runner.model_comparison import HALF_LIMIT, distance
 from hf_triton.runner.model_runner import PACKED
 from hf_triton.runner.way_probe import WayProbe, short_windows
 from tests.support.deep_models import (

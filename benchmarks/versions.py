@@ -63,7 +63,7 @@ def serve(tree: Path) -> None:
 
     from hf_triton.engine.continuous import ContinuousBatchingEngine
     from hf_triton.engine.sequence import SequenceGroup
-    from hf_triton.runner.cpu.packing import pack
+    from hf_triton.runner.cpu.layer_packing import pack
     from hf_triton.sampling.params import SamplingParams
 
     torch.set_num_threads(1)

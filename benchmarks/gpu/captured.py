@@ -25,7 +25,7 @@ from loads import Meter, Request, random_prompts, run_requests
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.options import EngineOptions
 from hf_triton.runner.cuda import fuse
-from hf_triton.runner.lora.adapters import Adapters
+from hf_triton.runner.lora.model_adapters import Adapters
 from hf_triton.runner.way_probe import probe_ways
 from hf_triton.sampling.params import SamplingParams
 from tests.support.adapters import save_lora

@@ -22,7 +22,7 @@ from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.sequence import Outcome, SequenceGroup, SequenceListener
 from hf_triton.engine.types import Observer
 from hf_triton.errors import CancelledError
-from hf_triton.runner.lora.adapters import Adapter
+from hf_triton.runner.lora.model_adapters import Adapter
 from hf_triton.runner.step import Step
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.types import Constraint

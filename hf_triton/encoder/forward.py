@@ -23,8 +23,8 @@ from hf_triton.runner.cpu import accelerate_encoder
 from hf_triton.runner.cuda import fuse
 from hf_triton.runner.device_step import NUM_TOKENS
 from hf_triton.runner.faults import described
-from hf_triton.runner.graph import GraphModel
-from hf_triton.runner.lora.adapters import Adapter, Adapters
+from hf_triton.runner.graph_model import GraphModel
+from hf_triton.runner.lora.model_adapters import Adapter, Adapters
 from hf_triton.runner.positions import max_positions, shares_positions
 
 Reduce = Callable[..., torch.Tensor]

@@ -17,11 +17,11 @@ import numpy.typing as npt
 import torch
 
 from hf_triton.encoder.packing import EncoderRow, PositionIds
-from hf_triton.runner.attention import NotPackableError, attention_configs, attention_of, register
 from hf_triton.runner.calling import CACHE_NAMES
 from hf_triton.runner.cuda import capture_graphs
 from hf_triton.runner.device_step import NUM_TOKENS, DeviceStep, StepSize
 from hf_triton.runner.packed_row import PackedRow
+from hf_triton.runner.step_attention import NotPackableError, attention_configs, attention_of, register
 from hf_triton.runner.step_tensors import StepTensors
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from typing import Any, Final, Literal
 import torch
 
 from hf_triton.encoder.types import EncoderInput
-from hf_triton.runner.comparison import Comparison
 from hf_triton.runner.faults import described
+from hf_triton.runner.model_comparison import Comparison
 from hf_triton.runner.positions import max_positions, shares_positions
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from hf_triton.engine.group import Group
 from hf_triton.errors import HfTritonError
 
 if TYPE_CHECKING:
-    from hf_triton.runner.lora.adapters import Adapter
+    from hf_triton.runner.lora.model_adapters import Adapter
 
 Outputs = list[npt.NDArray[np.float32]]
 """One array for each input of a group."""

@@ -17,7 +17,7 @@ from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.types import Constraint, LogitsProcessor, TokenLogprobs
 
 if TYPE_CHECKING:
-    from hf_triton.runner.lora.adapters import Adapter
+    from hf_triton.runner.lora.model_adapters import Adapter
     from hf_triton.sampling.sampler import SampledToken
     from hf_triton.sampling.sequence_sampler import SequenceSampler
 

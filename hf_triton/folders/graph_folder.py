@@ -17,7 +17,7 @@ from hf_triton.hub.locate import Hub
 from hf_triton.hub.sentence_names import SPARSE_LINEAR, files_of_modules
 
 if TYPE_CHECKING:
-    from hf_triton.runner.graph import GraphRuntime
+    from hf_triton.runner.graph_model import GraphRuntime
 
 PLACE: Final = "1/onnx"
 """The path in the folder that `huggingface_model` names."""
@@ -46,8 +46,8 @@ class GraphWriter:
         Raises:
             Exception: It cannot be exported; transformers', torch's or onnx' own.
         """
-        from hf_triton.runner.graph import GPU_PROVIDERS, processor_of, runtime_version
         from hf_triton.runner.graph_export import export_graph
+        from hf_triton.runner.graph_model import GPU_PROVIDERS, processor_of, runtime_version
         from hf_triton.runner.positions import max_positions
 
         task, checkpoint, settings = Candidate(self._folder, {"dtype": "float32"}).load()
@@ -84,8 +84,8 @@ class GraphWriter:
 
     def quantize(self, target: Path, source: Path) -> str:
         """Write a folder of `write` again, with weights of 8 bits; returns how."""
-        from hf_triton.runner.graph import processor
         from hf_triton.runner.graph_export import quantize_graph
+        from hf_triton.runner.graph_model import processor
 
         shutil.copytree(source, target, ignore=shutil.ignore_patterns(f"{GRAPHS['float32']}*"))
         reduces_range = "vnni" not in processor()

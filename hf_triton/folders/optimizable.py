@@ -65,7 +65,7 @@ def check_folder(folder: Path, progress: Progress) -> None:
 
 def available_providers() -> Sequence[str]:
     """The execution providers of the installed ONNX Runtime."""
-    from hf_triton.runner.graph import available_providers as available
+    from hf_triton.runner.graph_model import available_providers as available
 
     return available()
 
@@ -75,7 +75,7 @@ def written_candidates(
 ) -> dict[str, tuple[str, Path, tuple[object, ...]]]:
     """What is written to be measured on this machine: a method of the writer, the folder, and its other arguments."""
     if on_gpu:
-        from hf_triton.runner.graph import GPU_PROVIDERS
+        from hf_triton.runner.graph_model import GPU_PROVIDERS
 
         found: dict[str, tuple[str, Path, tuple[object, ...]]] = {"pytorch, float16": ("save", work / "float16", ())}
         for runtime, provider in GPU_PROVIDERS.items():

@@ -239,7 +239,7 @@ def _load_graph(
         raise SettingsError(
             f"runtime {settings.runtime} is for tasks of encoders, and the folder generates text: set runtime to torch"
         )
-    from hf_triton.runner.graph import GPU_PROVIDERS
+    from hf_triton.runner.graph_model import GPU_PROVIDERS
 
     check_graph(folder, settings)  # says first that there is no such GPU
     is_for_gpu = settings.runtime in GPU_PROVIDERS

@@ -14,7 +14,7 @@ from hf_triton.files import read_json
 from hf_triton.settings import ModelSettings
 
 if TYPE_CHECKING:
-    from hf_triton.runner.graph import GraphModel
+    from hf_triton.runner.graph_model import GraphModel
 
 FACTS: Final = "graph.json"
 GRAPHS: Final = {"float32": "model.onnx", "int8": "model_int8.onnx"}
@@ -46,7 +46,7 @@ def load_graph(folder: Path, config: Any, settings: ModelSettings, device_id: in
     Raises:
         LoadError: It is broken, or made for another machine; or its runtime is not installed.
     """
-    from hf_triton.runner.graph import GraphError, GraphModel
+    from hf_triton.runner.graph_model import GraphError, GraphModel
 
     facts, file = check_graph(folder, settings)
     assert settings.runtime != "torch"
@@ -65,7 +65,7 @@ def load_graph(folder: Path, config: Any, settings: ModelSettings, device_id: in
 
 def check_graph(folder: Path, settings: ModelSettings) -> tuple[GraphFacts, Path]:
     """The facts and the file of a graph, without loading it. Arguments and errors as in `load_graph`."""
-    from hf_triton.runner.graph import GPU_PROVIDERS, PACKAGES, processor_of, runtime_version
+    from hf_triton.runner.graph_model import GPU_PROVIDERS, PACKAGES, processor_of, runtime_version
 
     assert settings.runtime != "torch"
     package, version = PACKAGES[settings.runtime], runtime_version(settings.runtime)

@@ -49,11 +49,11 @@ CHUNK_SIZES: Final = {
     "cpu": ChunkSizes(512, 256, long_context=2048),
     "cuda": ChunkSizes(1024, 512),  # 512 bounds the stalls: Sarathi-Serve (Agrawal 2024)
 }
-"""By torch's device type; other accelerators take CUDA's."""
+"""Each of torch's device types has its own; other accelerators take CUDA's."""
 MAX_NUM_SEQS: Final = {"cuda": 256}
-"""By torch's device type, the most sequences that run at a time."""
+"""The most sequences that run at a time, by torch's device type."""
 DEFAULT_NUM_SEQS: Final = 32
-"""On all others."""
+"""All other types run so many."""
 
 
 class DeviceContext:

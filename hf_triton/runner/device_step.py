@@ -25,7 +25,7 @@ NUM_TOKENS: Final = (
     *(1, 2, 4, *range(8, 65, 8), *range(80, 129, 16), *range(160, 257, 32)),
     *(*range(320, 513, 64), *range(640, 1025, 128)),
 )
-"""Of CUDA graphs; larger steps keep the device busy for longer than Python needs."""
+"""CUDA graphs are of so many; larger steps keep the device busy for longer than Python needs."""
 FEW_ROWS: Final = 64
 """Steps of more tokens than these have graphs with so many rows of logits and with more."""
 
@@ -90,7 +90,7 @@ class StepSize:
 
 
 class Places(NamedTuple):
-    """Where attention finds the tokens of a packed row and those before them: int64, on the row's device."""
+    """Tells attention where the tokens of a packed row and those before them are: int64, on the row's device."""
 
     sequences: torch.Tensor
     """`[tokens]`: each token's sequence, from 0, ascending; `NO_SEQUENCE` for padding, which comes last."""
@@ -121,7 +121,7 @@ class DeviceStep:
     tables: torch.Tensor
 
     def places(self) -> Places:
-        """Where attention to blocks finds every token."""
+        """Tell attention to blocks where every token is."""
         return Places(self.sequences, self.bounds, self.lengths, self.starts, self.tables)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which dtypes a processor has instructions for."""
+"""Finds the dtypes that a processor has instructions for."""
 
 from __future__ import annotations
 

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from hf_triton.runner.device_step import StepSize
 
 WAITING: Final = "called a synchronizing CUDA operation"
-"""In torch's message where the host would wait for the device and must not; it names no operation."""
+"""Torch says so where the host would wait for the device and must not; it names no operation."""
 GROUPED: Final = "grouped_mm_experts_forward"
 """The function of transformers that computes experts by the grouped product."""
 GATHERING: Final = "batched_mm"
 """The way of transformers that gathers weights."""
 GATHERED_BYTES: Final = 2**21
-"""Of a step's gathered weights for each expert of a layer: moving them three times takes a GPU of 300 GB/s as long as
-launching an expert's two products takes the host, some 20 us. An estimate, which has not been timed on a GPU."""
+"""The most of a step's gathered weights for each expert of a layer: moving them three times takes a GPU of 300 GB/s as
+long as launching an expert's two products takes the host, some 20 us. An estimate, not timed on a GPU yet."""
 
 
 def why_experts_wait(error: BaseException, dtype: torch.dtype, device: torch.device) -> str | None:

@@ -18,7 +18,7 @@ MEMORY_MESSAGES: Final = (
     "CUDA error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
-"""In messages of errors other than OutOfMemoryError: the CPU's (Linux, Windows), CUDA's outside the allocator."""
+"""Messages of errors other than OutOfMemoryError have one: the CPU's (Linux, Windows), CUDA's outside the allocator."""
 
 
 def is_memory(error: Exception) -> bool:

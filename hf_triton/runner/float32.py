@@ -98,7 +98,7 @@ class _Unit:
     module: nn.Module
     modules: list[nn.Module]
     stacks: list[Saved] = field(default_factory=list)
-    """Of the forwards that run: a shared layer may be within itself."""
+    """Each forward that runs has one: a shared layer may be within itself."""
 
     @property
     def has_half(self) -> bool:
@@ -220,7 +220,7 @@ def _computes_half(module: nn.Module) -> bool:
 
 @contextmanager
 def _full_precision() -> Iterator[None]:
-    """Without TF32, which keeps 10 bits."""
+    """Turn off TF32, which keeps 10 bits."""
     matmul, convolution = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False

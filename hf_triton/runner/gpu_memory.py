@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     import torch
 
 USED_FRACTION: Final = 0.9
-"""Of an instance's part, and of what is free at load, for weights and KV cache. The rest is for the driver, a step's
-tensors and CUDA graphs."""
+"""Weights and KV cache take it of an instance's part, and of what is free at load. The rest is for the driver, a
+step's tensors and CUDA graphs."""
 SEQUENCE_TOKENS: Final = 4096
-"""Of each of `max_num_seqs` sequences, for which the KV cache has room by default; fewer if the context is shorter."""
+"""The KV cache has room by default for so many of each of `max_num_seqs` sequences; fewer if the context is shorter."""
 MIN_TOKENS: Final = 256
 """A model with room for fewer is not loaded, unless its context is shorter."""
 
@@ -32,7 +32,7 @@ class GpuPart:
     """The part of a GPU's memory that an instance may take, weights and KV cache together."""
 
     fraction: float = 1.0
-    """Of the whole memory, from 0 to 1."""
+    """A part of the whole memory, from 0 to 1."""
     is_set: bool = False
     """Whether a setting says so: then the KV cache takes all that the weights leave."""
     reason: str = "the only instance on this GPU"

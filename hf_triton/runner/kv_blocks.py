@@ -34,7 +34,7 @@ class KVBlocks:
 
     @property
     def bytes_per_token(self) -> int:
-        """Of keys and values."""
+        """Keys and values take so much."""
         return (self.keys[0].nbytes + self.values[0].nbytes) // self.block_size
 
     def gather(self, step: StepTensors) -> tuple[torch.Tensor, torch.Tensor]:

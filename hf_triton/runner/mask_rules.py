@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens a token attends to: transformers' rule of a mask, kept in place of the mask, and what it shows.
+"""Keeps transformers' rule of a mask in place of the mask: which tokens a token attends to, and what it shows.
 
 `mask_of_rule` stands in place of a mask and carries the rule unread through the model. Knows no step and no model.
 """
@@ -14,7 +14,7 @@ import torch
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 WHOLE: Final = (slice(None), slice(None), slice(0, None), slice(None))
-"""Of a mask: Gemma 4 cuts the last 0 queries, which is all, if every token's logits are wanted."""
+"""Gemma 4 cuts the last 0 queries of a mask, which is all, if every token's logits are wanted."""
 FAR: Final = 1 << 20
 """A position beyond every window: what is visible from there tells a rule's kind."""
 NEAR: Final = FAR // 8
@@ -45,7 +45,7 @@ class Rule(NamedTuple):
     def visible(
         self, positions: range, columns: range, device: torch.device, masks: dict[Any, torch.Tensor]
     ) -> torch.Tensor | None:
-        """Which of a sequence's tokens `columns` those at `positions` see, `[positions, columns]` bool; None: all.
+        """Tell which tokens `columns` of a sequence those at `positions` see, `[positions, columns]` bool; None: all.
 
         Positions decide whether it is all: looking at the mask would make the host wait for the device.
 
@@ -94,7 +94,7 @@ _masks: dict[Any, MaskRule] = {}
 
 
 def mask_of_rule(*args: Any, mask_function: MaskFunction, **kwargs: Any) -> MaskRule:
-    """As transformers calls it to make a mask."""
+    """Make a mask, as transformers calls it."""
     key = tuple(_parts(mask_function))
     if key in _masks:
         return _masks[key]
@@ -124,7 +124,7 @@ def _parts(value: Any) -> Iterator[Any]:
 
 
 def _find_window(function: MaskFunction) -> Window | None:
-    """By what a far token sees: the first one, those near it on both sides, and the same one token further."""
+    """Find it by what a far token sees: the first one, those near it on both sides, and the same one token further."""
     columns = torch.cat([torch.zeros(1, dtype=torch.int64), torch.arange(FAR - NEAR, FAR + NEAR + 1)])
     seen = _evaluate(function, torch.tensor([FAR]), columns)[0]
     is_causal = not seen[columns > FAR].any()

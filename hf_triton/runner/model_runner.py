@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from hf_triton.runner.attention import TorchAttention, attention_configs, attention_of, register
 from hf_triton.runner.calling import cache_name
 from hf_triton.runner.cuda import capture_graphs, forward_context
 from hf_triton.runner.device_step import DeviceStep, StepSize, decode_sizes, step_sizes
 from hf_triton.runner.experts import gathered_experts, gathering_sizes, why_experts_wait
 from hf_triton.runner.faults import described
 from hf_triton.runner.long_rope import LongRope, has_long_rope
-from hf_triton.runner.lora.adapters import Adapters
+from hf_triton.runner.lora.model_adapters import Adapters
 from hf_triton.runner.paged_cache import PagedCache
 from hf_triton.runner.state_slots import decodes_as_it_prefills
 from hf_triton.runner.step import Step, TokenRange
+from hf_triton.runner.step_attention import TorchAttention, attention_configs, attention_of, register
 from hf_triton.runner.step_tensors import InflightTokens, StepTensors
 from hf_triton.runner.transfer import to_device
 
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 MAX_TABLES: Final = 2**20
 """Blocks of all tables of a captured step, 8 MiB of numbers; many sequences may share a prefix's blocks."""
 WARM_UP_TOKENS: Final = 1024, 1040
-"""Of a step: as many as the largest graph has, and more, which is another kernel of attention."""
+"""Steps of as many as the largest graph has, and of more, which is another kernel of attention, run at load."""
 CPU_BLOCK_SIZE: Final = 64
 """Tokens of a block: a CPU's prefetching wants long runs, a GPU's memory short ones."""
 GPU_BLOCK_SIZE: Final = 16
@@ -94,9 +94,9 @@ class ModelRunner:
         self.cache = self._new_cache(1)
         self._graphs: StepGraphs | None = None
         self._adapter_graphs: StepGraphs | None = None
-        """Those of steps with adapters."""
+        """Graphs of steps with adapters."""
         self.partly: list[str] = []
-        """Which small steps run eagerly though others are captured, and why; see `Worker.slower`."""
+        """Says which small steps run eagerly though others are captured, and why; see `Worker.slower`."""
         self.is_packed = not self.cache.has_states
         """Whether the ranges of a step are one row; else each chunk is a forward, and one token of every sequence."""
 

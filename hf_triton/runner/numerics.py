@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Agreement of a single operation's results up to the rounding of its dtype; whole models: `comparison.py`."""
+"""Agreement of a single operation's results up to the rounding of its dtype; whole models: `model_comparison.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 NUM_EPS: Final = 4
 """Units of rounding."""
 MIN_TOLERANCE: Final = 1e-5
-"""Of sums in float32, whose order differs."""
+"""Sums in float32 differ so much by their order."""
 
 
 def agree(expected: torch.Tensor, actual: torch.Tensor) -> bool:

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from hf_triton.runner.attention import attention_configs
 from hf_triton.runner.faults import described
 from hf_triton.runner.model_runner import ModelRunner, Way
+from hf_triton.runner.step_attention import attention_configs
 from hf_triton.runner.way_probe import WAYS
 
 logger = logging.getLogger(__name__)

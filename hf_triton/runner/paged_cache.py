@@ -2,7 +2,7 @@
 """The paged KV cache: a transformers cache whose layers keep keys and values in blocks, and states in slots.
 
 A layer's `update` writes the new tokens to their blocks and returns them as they came; attention finds the layer by
-these keys (`attention.py`) and reads the blocks. Knows no sequences: a step says which token goes where.
+these keys (`step_attention.py`) and reads the blocks. Knows no sequences: a step says which token goes where.
 """
 
 from __future__ import annotations
@@ -40,9 +40,11 @@ class PagedCache(Cache):
         self.gathers = gathers
         self.kernels = paged_kernels()
         self.step: StepTensors
-        """Of the forward that runs."""
+        """The forward that runs computes it."""
         self.layer_of: dict[int, PagedLayer] = {}
-        """By the identity of the keys that `update` has returned in this forward."""
+        """Layers by the identity of the keys that `update` has returned in this forward."""
+        self.coming_value: tuple[int, torch.Tensor] | None = None
+        """The value that a layer's `update` will get, and the layer's number; see `cuda/early_writes.py`."""
         self.turn = Turn()
         self.layers = [self._layer(layer) for layer in _layers(config)]
         if not self.layers:
@@ -61,19 +63,24 @@ class PagedCache(Cache):
     def begin(self, step: StepTensors) -> None:
         """Prepare for a forward of this step."""
         self.step = step
-        self.layer_of.clear()
+        self._forget()
         for layer in self.layers:
             if isinstance(layer, SlotStatesLayer):
                 layer.begin(step)
 
     def end(self) -> None:
         """Keep the states that the forward has computed."""
-        self.layer_of.clear()
+        self._forget()
         for layer in self.layers:
             if isinstance(layer, SlotStatesLayer):
                 layer.end()
-            if isinstance(layer, PagedLayer):
-                layer.new_keys = layer.new_values = layer.returned_keys = None
+
+    def _forget(self) -> None:
+        """Let go of the tensors of the last forward, which may have failed."""
+        self.layer_of.clear()
+        self.coming_value = None
+        for layer in self.paged_layers():
+            layer.new_keys = layer.new_values = layer.returned_keys = layer.early = None
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks, each from one to another; all are read before any is written."""
@@ -131,8 +138,14 @@ def _layers(config: Any) -> list[Any]:
         return []
 
 
+def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors that both live are the same numbers in memory."""
+    views = [(each.data_ptr(), each.shape, each.stride(), each.dtype) for each in (one, other)]
+    return views[0] == views[1]
+
+
 class _KernelOf(dict[int, Any]):
-    """By number of heads: a layer's attention of one token of every sequence on a CPU; None: there is none."""
+    """Keeps a layer's attention of one token of every sequence on a CPU, by number of heads; None: there is none."""
 
     def __init__(self, cache: PagedCache, layer: PagedLayer) -> None:
         super().__init__()
@@ -163,6 +176,8 @@ class PagedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         """What `update` has returned: while it is kept, no other tensor has its identity."""
         self.is_written = True
         """Whether they are in their blocks; else the kernel writes them."""
+        self.early: tuple[torch.Tensor, torch.Tensor] | None = None
+        """The key and value that are in their blocks though `update` has not got them yet."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -185,7 +200,8 @@ class PagedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
             self.operation = attention_for(self.blocks.keys)
         self.new_keys = key_states.transpose(1, 2).flatten(0, 1)
         self.new_values = value_states.transpose(1, 2).flatten(0, 1)
-        self.is_written = False
+        early, self.early = self.early, None
+        self.is_written = early is not None and early[0] is key_states and is_same(early[1], value_states)
         if cache.gathers:
             self.write()
             return self.blocks.gather(cache.step)
@@ -194,6 +210,16 @@ class PagedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
             self.write()
         cache.layer_of[id(key_states)], self.returned_keys = self, key_states
         return key_states, value_states
+
+    def takes_early(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Whether a GPU may write these, `[rows, key heads, tokens, size]`, before `update` gets them."""
+        blocks = self.blocks
+        if self.operation is None or blocks is None or self.new_keys is not None:  # one update in a forward
+            return False
+        return keys.shape[:3] == values.shape[:3] and all(
+            (new.shape[1::2], new.dtype, new.device) == (own.shape[1::2], own.dtype, own.device)
+            for new, own in ((keys, blocks.keys), (values, blocks.values))
+        )
 
     def write(self) -> None:
         """Write the new tokens to their blocks, once."""

@@ -146,7 +146,7 @@ class SlotStatesLayer(LinearAttentionLayer):
         return [*self.conv_states.buffers(), *self.recurrent_states.buffers()]
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """As transformers calls it for states, with names."""
+        """Initialize states, as transformers calls it, with names."""
         LinearAttentionLayer.lazy_initialization(self, *args, **kwargs)
 
 

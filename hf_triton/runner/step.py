@@ -29,7 +29,7 @@ class TokenRange(NamedTuple):
     num_scored: int = 0
     """The first tokens of the range whose logits score the token behind them."""
     slot: int = -1
-    """Of the sequence's states; -1: the model has none."""
+    """The sequence's states are there; -1: the model has none."""
 
     @property
     def num_tokens(self) -> int:

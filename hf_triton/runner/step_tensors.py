@@ -131,7 +131,7 @@ class StepTensors:
             token_ids[targets] = inflight.token_ids.to(self.device)[sources]
 
     def inputs(self, rows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """On the device, int64: token ids and positions, `[tokens]`, and `rows`."""
+        """Bring token ids and positions, `[tokens]`, and `rows` to the device, int64."""
         if self.device.type == "cuda":
             on_device = self.device_step(self.device, rows)
             return on_device.token_ids, on_device.positions, on_device.rows

@@ -25,9 +25,9 @@ from typing import Any, Final
 
 import torch
 
-from hf_triton.runner.comparison import Comparison, Verdict
 from hf_triton.runner.faults import described, is_fatal, is_memory
 from hf_triton.runner.float32 import is_in_float32, largest_layer_bytes
+from hf_triton.runner.model_comparison import Comparison, Verdict
 from hf_triton.runner.model_runner import ModelRunner, Way
 from hf_triton.runner.reference import NUM_STEPS, check_numbers, logits_after, make_continuation, make_prompt
 from hf_triton.runner.step import Step, TokenRange
@@ -35,23 +35,23 @@ from hf_triton.runner.step import Step, TokenRange
 logger = logging.getLogger(__name__)
 
 WAYS: Final = (Way(), Way(calls_torch=True), Way(gathers=True))
-"""In the order in which they are tried."""
+"""They are tried in this order."""
 SHORT, LONG = (4, 1), (12, 3)
 """Length and seed of the prompts: multiples of a block, so that decoding begins another one."""
 FIRST_CHUNK: Final = 9
 """Tokens of the long prompt: what is left is less than a window, so that its last token sees states of the first chunk,
 and those have seen less than in a whole prompt if attention goes both ways."""
 BLOCK_SIZE: Final = 4
-"""Of the probe: its sequences have several blocks."""
+"""The probe's sequences have several blocks."""
 PLAIN_BLOCK_SIZE: Final = 5
 """The same, of blocks that a CPU's kernel does not take: torch attends to them, as in `generate`. In float32 they save
 compiling the kernel for a dtype that is not served, which takes seconds."""
 MAX_BLOCKS: Final = 4
-"""Of a sequence: for the long prompt and what is decoded behind it."""
+"""A sequence's: the long prompt's and those of what is decoded behind it."""
 WINDOW: Final = 5
 """Tokens of every window while the probe runs: more than a block, fewer than the prompts."""
 WINDOWS: Final = ("sliding_window", "attention_chunk_size")
-"""Where configs say how far attention reaches; models look there at every forward."""
+"""Configs say here how far attention reaches; models look there at every forward."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class WayProbe:
         self._after_short, self._after_long = after[:2], after[2:]
         """The tokens that are decoded."""
         self.comparison = Comparison(model, self._reference, quick=self._plain)
-        """With what `generate` has computed."""
+        """Compares with what `generate` has computed."""
         first, second, behind, third, last, _ = self.comparison.expected
         check_numbers(model, torch.stack([first, second, third]), torch.stack([behind, last]))
 
@@ -191,7 +191,7 @@ class WayProbe:
 
     def _steps(self, block_size: int, *, prefills_whole: bool) -> Iterator[tuple[TokenRange, ...]]:
         def tokens(number: int, token_ids: list[int], start: int, end: int, *, samples: bool = True) -> TokenRange:
-            """Of a sequence, whose blocks lie between those of the others, the last one first."""
+            """Tokens of a sequence, whose blocks lie between those of the others, the last one first."""
             table = [3 * (MAX_BLOCKS - 1 - at) + number for at in range(-(-end // block_size))]
             numbers = (number,) if samples else ()
             return TokenRange(number, start, end, token_ids[start:end], table, end, samples=numbers, slot=number)

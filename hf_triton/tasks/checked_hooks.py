@@ -106,7 +106,7 @@ def checked_load(hooks: Hooks, checkpoint: Checkpoint) -> Checkpoint:
     Raises:
         HfTritonError: It failed, or did not return a checkpoint.
     """
-    from hf_triton.runner.lora.adapters import without_peft_wrapper
+    from hf_triton.runner.lora.model_adapters import without_peft_wrapper
 
     with _hook_failures("load", hooks):
         result = hooks.load(checkpoint)

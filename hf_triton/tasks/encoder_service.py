@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from hf_triton.encoder.stacked import StackedForward
     from hf_triton.hub.checkpoint import Checkpoint
     from hf_triton.hub.locate import Hub
-    from hf_triton.runner.lora.adapters import Adapter
+    from hf_triton.runner.lora.model_adapters import Adapter
     from hf_triton.settings import ModelSettings
 
 NUM_THREADS: Final = 4  # tokenizers run outside the interpreter's lock

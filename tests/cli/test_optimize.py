@@ -25,7 +25,7 @@ from hf_triton.folders.graph_folder import GraphWriter
 from hf_triton.folders.optimizable import written_candidates
 from hf_triton.hub.checkpoint import Placement, load_checkpoint
 from hf_triton.hub.locate import Hub
-from hf_triton.runner.graph import PACKAGES, GraphError, OnnxSession, gpu_providers
+from hf_triton.runner.graph_model import PACKAGES, GraphError, OnnxSession, gpu_providers
 from hf_triton.settings import ModelSettings
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from hf_triton_cli.optimize import choose, conclusion

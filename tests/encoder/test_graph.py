@@ -13,8 +13,8 @@ from hf_triton.encoder.forward import EncoderForward, build_forward
 from hf_triton.encoder.types import EncoderInput
 from hf_triton.errors import RequestError
 from hf_triton.runner import graph_export
-from hf_triton.runner.graph import GraphError, GraphModel
 from hf_triton.runner.graph_export import export_graph, quantize_graph
+from hf_triton.runner.graph_model import GraphError, GraphModel
 from hf_triton.runner.positions import max_positions
 from tests.support.encoders import HEADS, build_model, expected_outputs, random_inputs
 from tests.support.sentence_checkpoints import quietly

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.errors import CheckpointError
 from hf_triton.runner.cpu import accelerate
-from hf_triton.runner.lora.adapters import Adapters
+from hf_triton.runner.lora.model_adapters import Adapters
 from hf_triton.tasks.serving.adapters import AdapterStore
 from hf_triton.testing import build_tiny_checkpoint
 from tests.engine.test_adapters import NUM_TOKENS, Started, prompts

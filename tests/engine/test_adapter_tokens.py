@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_triton.errors import CheckpointError
 from hf_triton.runner.calling import cache_name
-from hf_triton.runner.lora.adapters import Adapter, Adapters
+from hf_triton.runner.lora.model_adapters import Adapter, Adapters
 from hf_triton.testing import build_tiny_checkpoint
 from tests.support.adapters import save_adapter
 from tests.support.architectures import CONTINUOUS, build

@@ -24,7 +24,7 @@ from hf_triton.engine.options import EngineOptions
 from hf_triton.engine.sequence import Completion, Outcome
 from hf_triton.errors import CheckpointError
 from hf_triton.runner.cpu import accelerate
-from hf_triton.runner.lora.adapters import Adapter, Adapters, without_peft_wrapper
+from hf_triton.runner.lora.model_adapters import Adapter, Adapters, without_peft_wrapper
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.testing import build_tiny_checkpoint
 from tests.support.adapters import generate_with, save_adapter, wrap

@@ -9,7 +9,7 @@ import pytest
 from hf_triton.engine.sequence import Completion
 from hf_triton.hub.checkpoint import Checkpoint
 from hf_triton.protocol.parameters import parse_parameters
-from hf_triton.runner.probe import Sharing, probe_batching
+from hf_triton.runner.batch_probe import Sharing, probe_batching
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.tasks.text_generation.resolve import resolve_sampling_params
 from hf_triton.testing import build_tiny_checkpoint

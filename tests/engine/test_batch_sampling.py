@@ -11,7 +11,7 @@ from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.options import EngineOptions
 from hf_triton.engine.sequence import Completion
 from hf_triton.errors import RequestError
-from hf_triton.runner.probe import Sharing, probe_batching
+from hf_triton.runner.batch_probe import Sharing, probe_batching
 from hf_triton.runner.way_probe import probe_ways
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.types import TokenLogprobs

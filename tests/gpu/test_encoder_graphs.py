@@ -183,7 +183,7 @@ def test_a_model_that_waits_for_the_device_runs_eagerly(caplog: pytest.LogCaptur
     [
         ("torch.cuda.CUDAGraph.replay", "captured outputs differ from eager ones"),
         (
-            "hf_triton.runner.attention.packed_attention_for",
+            "hf_triton.runner.step_attention.packed_attention_for",
             "NotPackableError: its attention reads more of a step than the device has",
         ),
     ],

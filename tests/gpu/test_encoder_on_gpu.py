@@ -9,9 +9,9 @@ import torch
 from accelerate import dispatch_model
 
 from hf_triton.encoder.forward import build_forward
-from hf_triton.runner import attention
-from hf_triton.runner.comparison import HALF_LIMIT
+from hf_triton.runner import step_attention
 from hf_triton.runner.cuda import attention as cuda_attention
+from hf_triton.runner.model_comparison import HALF_LIMIT
 from tests.support.encoders import HEADS, build_model, expected_outputs, random_inputs
 
 pytestmark = pytest.mark.full
@@ -26,7 +26,7 @@ IN_TWO: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def _no_attention_by_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "attend_row", None)
+    monkeypatch.setattr(step_attention, "attend_row", None)
 
 
 @pytest.mark.parametrize("head", ["embeddings", "sequence", "answers"])

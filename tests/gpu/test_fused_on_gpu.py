@@ -22,10 +22,10 @@ from tests.support.simulated_gpu import Device
 pytestmark = pytest.mark.full
 
 LAYERS = {
-    "LlamaConfig": (BASE, 11),
-    "Qwen3Config": (BASE | HEADS, 13),
-    "Gemma3TextConfig": (BASE | HEADS | WINDOWS, 17),
-    "Phi3Config": (BASE, 11),
+    "LlamaConfig": (BASE, 10),
+    "Qwen3Config": (BASE | HEADS, 12),
+    "Gemma3TextConfig": (BASE | HEADS | WINDOWS, 16),
+    "Phi3Config": (BASE, 10),
 }
 """Options of a model, and kernels of a layer in a decode step."""
 MODELS = {

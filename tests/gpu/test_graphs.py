@@ -21,7 +21,7 @@ from hf_triton.runner.cuda import fuse
 from hf_triton.runner.device_step import step_sizes
 from hf_triton.runner.lora import adapter_slots
 from hf_triton.runner.lora.adapter_slots import MAX_SLOTS
-from hf_triton.runner.lora.adapters import Adapter, Adapters
+from hf_triton.runner.lora.model_adapters import Adapter, Adapters
 from hf_triton.runner.model_runner import PACKED, ModelRunner
 from hf_triton.runner.step import AdmittedSequence, Step, TokenRange
 from hf_triton.sampling.params import SamplingParams

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hf_triton.runner.cuda.fused_operations import add_rms_norm, gelu_mul, rms_norm, rotary, silu_mul
+from hf_triton.runner.device_step import NO_SEQUENCE
 
 pytestmark = pytest.mark.full
 
@@ -34,6 +35,30 @@ def run_rotary(dtype: torch.dtype, size: int, num_rows: int, num_cos: int) -> No
     cos, sin = (states(num_cos, 3, size, dtype=dtype, seed=seed) for seed in (1, 2))
     for pair in zip(fused_kernels.rotary(query, key, cos, sin), rotary(query, key, cos, sin), strict=True):
         assert_same(*pair)
+
+
+def run_writing_rotary(dtype: torch.dtype, size: int, value_size: int) -> None:
+    """Three tokens of one sequence, whose blocks lie apart, one of another, and one of padding."""
+    from hf_triton.runner.cuda import fused_kernels
+
+    fused = states(1, 5, 6, size + value_size, dtype=dtype)
+    query, key = fused[:, :, :4, :size].transpose(1, 2), fused[:, :, 4:, :size].transpose(1, 2)
+    value, (cos, sin) = fused[:, :, 4:, size:].transpose(1, 2), states(2, 1, 5, size, dtype=dtype, seed=1)
+    numbers = [0, 0, 0, 1, NO_SEQUENCE], [0, 3, 4], [10, 2], [0, 3], [5, 0, 2, 4]
+    places = [torch.tensor(each) for each in numbers]
+    written = [
+        (value, torch.full((6, 2, 4, size), 7, dtype=dtype), torch.full((6, 2, 4, value_size), 7, dtype=dtype))
+        for _ in range(2)
+    ]
+    found = *fused_kernels.rotary(query, key, cos, sin, *written[0], *places), *written[0][1:]
+    expected = *rotary(query, key, cos, sin, *written[1], *places), *written[1][1:]
+    for pair in zip(found, expected, strict=True):
+        assert_same(*pair)
+    key_blocks, value_blocks = written[0][1:]
+    changed = (key_blocks != 7).any(-1).any(1).nonzero().tolist()
+    assert changed == [[0, 3], [2, 0], [2, 1], [4, 1]]
+    assert torch.equal(key_blocks[2, :, 1], found[1][0, :, 2])
+    assert torch.equal(value_blocks[4, :, 1], value[0, :, 3])
 
 
 def run_gates(dtype: torch.dtype, size: int) -> None:
@@ -63,6 +88,8 @@ def run_norm(dtype: torch.dtype, size: int, scale: float) -> None:
 def test_rotary(interpreted: Call, dtype: torch.dtype, size: int) -> None:
     interpreted(run_rotary, dtype, size, 2, 2)
     interpreted(run_rotary, dtype, size, 2, 1)
+    interpreted(run_writing_rotary, dtype, size, size)
+    interpreted(run_writing_rotary, dtype, size, 24)
 
 
 @DTYPES
@@ -84,6 +111,8 @@ def launch_all(dtype: torch.dtype) -> None:
 
     query, key, rows = (states(1, number, 4, 128, dtype=dtype) for number in (32, 8, 1))
     fused_kernels.rotary(query, key, rows[0], rows[0])
+    blocks, places = states(2, 8, 16, 128, dtype=dtype), [torch.zeros(4, dtype=torch.int64)] * 5
+    fused_kernels.rotary(query, key, rows[0], rows[0], key, blocks, blocks, *places)
     fused_kernels.gated(rows, rows, is_gelu=False)
     fused_kernels.gated(rows, rows, is_gelu=True)
     fused_kernels.rms_norm(rows, rows[0, 0, 0].float(), 1e-6)
@@ -94,4 +123,4 @@ def launch_all(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("capability", [80, 90])
 def test_kernels_compile(compiled: Call, capability: int, dtype: torch.dtype) -> None:
     names = [kernel.name for kernel in compiled(capability, launch_all, dtype)]
-    assert names == ["rotary_kernel", "gate_kernel", "gate_kernel", "norm_kernel", "norm_kernel"]
+    assert names == ["rotary_kernel", "rotary_kernel", "gate_kernel", "gate_kernel", "norm_kernel", "norm_kernel"]

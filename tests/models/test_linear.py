@@ -15,8 +15,8 @@ from torch.nn import functional
 
 from hf_triton.runner import cpu
 from hf_triton.runner.cpu import linear, linear_kernel, llvm
+from hf_triton.runner.cpu.layer_packing import pack
 from hf_triton.runner.cpu.linear import MAX_ROWS, LinearKernel, PackedLinear
-from hf_triton.runner.cpu.packing import pack
 from tests.support.architectures import BASE, build
 
 DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if linear_kernel.can_run(dtype)]

@@ -16,10 +16,10 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.pytorch_utils import Conv1D
 
-from hf_triton.runner.comparison import Verdict
-from hf_triton.runner.cpu import layer_timing, linear, linear_kernel, packing
+from hf_triton.runner.cpu import layer_packing, layer_timing, linear, linear_kernel
+from hf_triton.runner.cpu.layer_packing import pack
 from hf_triton.runner.cpu.linear import PackedLinear
-from hf_triton.runner.cpu.packing import pack
+from hf_triton.runner.model_comparison import Verdict
 from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
 from tests.support.architectures import BASE, BATCH, CONTINUOUS, WHOLE, build, requests, some_in_make_test
 from tests.support.engine import Client, check, start_engine
@@ -219,7 +219,7 @@ def test_model_that_reads_its_weights_is_restored(is_tied: bool) -> None:
 def test_conv1d_of_gpt2_is_restored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model = load("gpt2", tmp_path)
     before, written = weights(model), solo_ids(model, PROMPT, 8)
-    monkeypatch.setattr(packing.Comparison, "judge", lambda *_: Verdict(is_right=False, text="much"))
+    monkeypatch.setattr(layer_packing.Comparison, "judge", lambda *_: Verdict(is_right=False, text="much"))
     assert pack(model) == 0
     after = weights(model)
     assert all(torch.equal(after[name], before[name]) for name in before)

@@ -228,7 +228,7 @@ def quantise_by_bitsandbytes(model: Any) -> None:
 
 MEASURED = """
 import resource, torch
-from hf_triton.runner import comparison
+from hf_triton.runner import model_comparison
 from hf_triton.runner.float32 import largest_layer_bytes
 from hf_triton.runner.way_probe import probe_ways
 from tests.support.deep_models import build_deep
@@ -237,7 +237,7 @@ def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 torch.set_num_threads(1)
-comparison.NEAR = -1.0
+model_comparison.NEAR = -1.0
 probe_ways(build_deep("llama", 2, 1))
 model = build_deep("llama", 8, 1, intermediate_size=32768)
 before = peak()

@@ -19,12 +19,12 @@ from transformers.masking_utils import (
     sliding_window_overlay,
 )
 
-from hf_triton.runner.attention import NotPackableError, TorchAttention, attend, attention_of
 from hf_triton.runner.cpu import paged_attention as kernel
 from hf_triton.runner.mask_rules import MaskRule, Window, mask_of_rule
 from hf_triton.runner.packed_row import PackedRow
 from hf_triton.runner.paged_cache import PagedCache
 from hf_triton.runner.step import TokenRange
+from hf_triton.runner.step_attention import NotPackableError, TorchAttention, attend, attention_of
 from hf_triton.runner.step_tensors import StepTensors
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from hf_triton.engine.batch_engine import BatchEngine
 from hf_triton.engine.options import EngineOptions
 from hf_triton.engine.sequence import Completion, Outcome, SequenceGroup
 from hf_triton.errors import HfTritonError
-from hf_triton.runner.probe import Sharing
+from hf_triton.runner.batch_probe import Sharing
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.types import TokenLogprobs
 from hf_triton.testing.checkpoints import VOCAB_SIZE

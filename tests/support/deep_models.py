@@ -15,7 +15,7 @@ import transformers
 from torch import nn
 from torch.nn import functional
 
-from hf_triton.runner import attention
+from hf_triton.runner import step_attention
 from hf_triton.runner.mask_rules import CAUSAL, Rule, Window
 from hf_triton.runner.model_runner import ModelRunner
 from hf_triton.runner.step import Step
@@ -153,7 +153,7 @@ def faults_of(kind: str) -> tuple[str, ...]:
 @contextmanager
 def attention_fault(name: str, layers: range) -> Iterator[None]:
     """Steps compute attention wrongly in some layers."""
-    right = attention.attend
+    right = step_attention.attend
 
     def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
         if module.layer_idx not in layers:
@@ -181,7 +181,7 @@ def attention_fault(name: str, layers: range) -> Iterator[None]:
             mask = _mask(Rule(lambda b, h, q, k: (k <= q) & (q - k < size), Window(size, is_causal=True)))
         return right(module, query, key, value, mask, **options)
 
-    with patch.object(attention, "attend", attend):
+    with patch.object(step_attention, "attend", attend):
         yield
 
 

@@ -71,7 +71,7 @@ WHOLE: Final = frozenset(  # a device has kernels of their own for them
 NUM_KERNELS: Final = {  # one for any other operation
     **dict.fromkeys(("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided"), 0),
     **dict.fromkeys(("aten::new_empty_strided", "aten::_unsafe_view"), 0),
-    "hf_triton::attend": 3,  # the new keys and values are written, parts attended to and combined
+    "hf_triton::attend": 2,  # parts are attended to and combined
 }
 
 
@@ -114,6 +114,9 @@ class OnDevice(torch.Tensor):
         copied = self.detach().clone()
         memo[id(self)] = nn.Parameter(copied, self.requires_grad) if isinstance(self, nn.Parameter) else copied
         return memo[id(self)]
+
+    def data_ptr(self) -> int:
+        return self.numbers.data_ptr()
 
     def tolist(self) -> Any:  # which torch does not do for classes of others
         return self.cpu().tolist()
@@ -316,7 +319,8 @@ class Operations(TorchDispatchMode):
         given = [leaf for leaf in _leaves((args, kwargs)) if isinstance(leaf, OnDevice)]
         shapes = [tensor.numbers.shape for tensor in given]
         if not _is_view(func):
-            self._device.kernels[func.name()] += NUM_KERNELS.get(func.name().split(".")[0], 1)
+            writes = func.name() == "hf_triton::attend" and args[1] is not None  # the new keys, by a kernel more
+            self._device.kernels[func.name()] += NUM_KERNELS.get(func.name().split(".")[0], 1) + writes
         compute = STANDING_IN.get(func, func)
         found = capture.record(compute, args, kwargs) if capture else compute(*_numbers(args), **_numbers(kwargs))
         if shapes != [tensor.numbers.shape for tensor in given]:

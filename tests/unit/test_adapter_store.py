@@ -15,7 +15,7 @@ import pytest
 
 from hf_triton.errors import CheckpointError, RequestError
 from hf_triton.hub.locate import ADAPTER_FILES
-from hf_triton.runner.lora.adapters import Adapter
+from hf_triton.runner.lora.model_adapters import Adapter
 from hf_triton.tasks.serving.adapters import NUM_LOADERS, AdapterStore, Waiter
 from tests.support.collector import Collector
 from tests.unit.test_text_generation import build_task, error_code, request_of, submit, wait_until

@@ -25,6 +25,7 @@ from hf_triton.hub.load_failures import QUANTIZED_PACKAGES, explain_load
 from hf_triton.hub.pretrained import load_image_processor
 from hf_triton.protocol.otlp import build_tracing
 from hf_triton.runner import graph
+from hf_triton.runner import graph_model
 from hf_triton.runner.cpu.availability import runs_numba
 from hf_triton.runner.lora.adapter_files import _check_method
 from hf_triton.server import find_tritonserver
@@ -315,7 +316,7 @@ def test_the_message_of_a_missing_package_names_its_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.setattr(graph, "runtime_version", lambda runtime: None)
+    monkeypatch.setattr(graph_model, "runtime_version", lambda runtime: None)
     monkeypatch.setenv("PATH", os.devnull)
     message = ""
     try:

@@ -28,8 +28,8 @@ def accelerate(model: Any, *, pack_weights: Literal["auto"] | bool = "auto") -> 
     """
     if model.device.type != "cpu":
         return
+    from hf_triton.runner.cpu.layer_packing import pack
     from hf_triton.runner.cpu.malloc import keep_freed_memory
-    from hf_triton.runner.cpu.packing import pack
 
     keep_freed_memory()
     if pack_weights:
@@ -48,8 +48,8 @@ def accelerate_encoder(
     """
     if model.device.type != "cpu":
         return
+    from hf_triton.runner.cpu.layer_packing import pack_encoder
     from hf_triton.runner.cpu.malloc import keep_freed_memory
-    from hf_triton.runner.cpu.packing import pack_encoder
 
     keep_freed_memory()
     if pack_weights:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which way of computing a linear layer is fastest on this processor: measured at load, by shape.
+"""Measures at load, by shape, which way of computing a linear layer is fastest on this processor.
 
 A sample of the model's own layers runs in the model's order, so that caches hold what they hold during a forward.
 """

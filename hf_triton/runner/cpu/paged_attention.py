@@ -26,7 +26,7 @@ MIN_PARALLEL_PRODUCTS: Final = 2**16
 COLUMNS: Final = 4
 """Tokens that are computed together; block sizes are multiples of it."""
 TASKS_PER_THREAD: Final = 4
-"""Of rows of unequal lengths, if there are enough."""
+"""Rows of unequal lengths make so many tasks, if there are enough."""
 
 
 def write_tokens(
@@ -73,7 +73,7 @@ class PagedKernel:
     """Decode attention over the blocks of one layer. A decoding step calls it once a layer: it calls torch alone."""
 
     def __init__(self, compiled: Any, num_heads: int, key_blocks: torch.Tensor, value_blocks: torch.Tensor) -> None:
-        """For blocks that `is_supported` accepts, and the kernel of `compiled_for`."""
+        """Take blocks that `is_supported` accepts, and the kernel of `compiled_for`."""
         from hf_triton.runner.cpu.llvm import openmp_parallel
 
         self._blocks = key_blocks, value_blocks

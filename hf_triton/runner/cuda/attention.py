@@ -28,9 +28,9 @@ logger = logging.getLogger(__name__)
 MAX_SIZE: Final = 256
 """Numbers of a head."""
 MIN_CAPABILITY: Final = 8, 0
-"""Of a CUDA device: before it (a T4, sm_75), there are no copies that overlap with products, and no bfloat16."""
+"""CUDA devices before it (a T4, sm_75) have no copies that overlap with products, and no bfloat16."""
 TRIAL_TOKENS: Final = 20, 600
-"""Of the rows that are tried: many have large tiles, for which not every device has room."""
+"""Rows so long are tried: many tokens have large tiles, for which not every device has room."""
 
 LIBRARY: Any = torch.library.Library("hf_triton", "DEF")  # type: ignore[no-untyped-call]
 LIBRARY.define(

@@ -35,7 +35,7 @@ PLACES: Final = ["sequences", "bounds", "lengths", "starts", "tables"]
 """Views of a step's numbers, whose alignment is another one at each step: kernels for each would be compiled while
 sequences wait."""
 NUMBERS: Final = ["num_tokens", "num_sequences", "num_splits", "min_new", "max_new"]
-"""As a step has them."""
+"""Every step has others."""
 
 
 @triton.jit
@@ -302,6 +302,15 @@ def combine(
     tl.store(output + place * value_size + dim, combined.to(output.dtype.element_ty), mask=has_value)
 
 
+@triton.jit
+def find_place(token, head, num_heads, sequence, bounds, lengths, starts, tables, block_size: tl.constexpr):
+    """Count the heads in the blocks, which are contiguous, before that of a token of a sequence."""
+    _, end, length = _read_sequence(sequence, bounds, lengths)
+    position = length - end + token
+    block = tl.load(tables + tl.load(starts + sequence) + position // block_size)
+    return (block * num_heads + head) * block_size + position % block_size
+
+
 @triton.jit(do_not_specialize_on_alignment=PLACES)
 def write(
     keys,
@@ -325,10 +334,7 @@ def write(
     sequence = tl.load(sequences + token)
     if sequence < 0:
         return
-    _, end, length = _read_sequence(sequence, bounds, lengths)
-    position = length - end + token
-    block = tl.load(tables + tl.load(starts + sequence) + position // block_size)
-    place = (block * tl.num_programs(1) + head) * block_size + position % block_size
+    place = find_place(token, head, tl.num_programs(1), sequence, bounds, lengths, starts, tables, block_size)
     dim, row = tl.arange(0, padded_size), token.to(tl.int64)
     key = tl.load(keys + row * key_strides[0] + head * key_strides[1] + dim * key_strides[2], mask=dim < size)
     tl.store(key_blocks + place * size + dim, key, mask=dim < size)

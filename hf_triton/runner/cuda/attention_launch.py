@@ -51,7 +51,7 @@ class Kind(NamedTuple):
 
 
 def small_tiles(group: int, size: int, dtype: torch.dtype) -> Sequence[Tile]:
-    """For decoding sequences, of one token each: all heads of a key head in one tile, so its keys are read once.
+    """Tiles of decoding sequences, of one token each, hold all heads of a key head, so its keys are read once.
 
     Args:
         group: Query heads of a key head.
@@ -64,7 +64,7 @@ def small_tiles(group: int, size: int, dtype: torch.dtype) -> Sequence[Tile]:
 
 
 def large_tiles(size: int, dtype: torch.dtype) -> Sequence[Tile]:
-    """For prompts, as many rows as registers hold, two programs a processor; arguments are those of `small_tiles`."""
+    """Tiles of prompts have the rows that registers hold, two programs a processor; arguments as in `small_tiles`."""
     if dtype == torch.float32:
         return [Tile(32, 32 if size <= 64 else 16, 4), Tile(16, 16, 4)]
     tiles = [Tile(64, 64, 4), Tile(64, 32, 4), Tile(32, 32, 4), Tile(16, 32, 4)]

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hf_triton.runner.device_step import NO_SEQUENCE
+
 if TYPE_CHECKING:
     from hf_triton.runner.device_step import Places
     from hf_triton.runner.mask_rules import Window
@@ -27,6 +29,8 @@ def attend(
     window: int,
 ) -> torch.Tensor:
     """Write to blocks, and attend to them."""
+    if keys is not None and values is not None:
+        write(keys, values, key_blocks, value_blocks, places)
     sequences, bounds, lengths, starts, tables = places
     assert lengths is not None
     assert starts is not None
@@ -36,15 +40,27 @@ def attend(
         own, length = _tokens_of(number, sequences, bounds), int(lengths[number])
         positions, columns = torch.arange(length - (own.stop - own.start), length), torch.arange(length)
         blocks = tables[int(starts[number]) + columns // block_size]
-        if keys is not None and values is not None:
-            written = blocks[positions], slice(None), positions % block_size
-            key_blocks[written], value_blocks[written] = keys[own], values[own]
         read = blocks, slice(None), columns % block_size
         distance = positions[:, None] - columns
         seen = (distance >= 0) & (distance < (window or length))
         states = query[own], key_blocks[read], value_blocks[read]
         output[own] = _attend(*states, seen, scoring)
     return output
+
+
+def write(
+    keys: torch.Tensor, values: torch.Tensor, key_blocks: torch.Tensor, value_blocks: torch.Tensor, places: Places
+) -> None:
+    """Write the new tokens' keys and values, `[tokens, key_heads, size]`, to their blocks."""
+    sequences, bounds, lengths, starts, tables = places
+    assert lengths is not None
+    assert starts is not None
+    assert tables is not None
+    tokens, block_size = (sequences != NO_SEQUENCE).nonzero().flatten(), key_blocks.shape[2]
+    own = sequences[tokens]
+    positions = lengths[own] - bounds[own + 1] + tokens
+    written = tables[starts[own] + positions // block_size], slice(None), positions % block_size
+    key_blocks[written], value_blocks[written] = keys[tokens], values[tokens]
 
 
 def attend_packed(

@@ -26,9 +26,9 @@ COLUMNS: Final = ["temperatures", "top_ks", "top_ps", "min_ps", "keys"]
 drawn with."""
 
 LEAST = tl.constexpr(-1e30)
-"""In place of NaN, so that it is drawn where all else is banned."""
+"""Replaces NaN, so that it is drawn where all else is banned."""
 MOST = tl.constexpr(1e30)
-"""In place of infinity, so that differences are numbers."""
+"""Replaces infinity, so that differences are numbers."""
 INFINITY = tl.constexpr(float("inf"))
 LOG2_E = tl.constexpr(1.4426950408889634)
 

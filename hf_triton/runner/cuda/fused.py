@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from hf_triton.runner.cuda.early_writes import rotate, write_early
 from hf_triton.runner.cuda.fused_layers import fuse_layers
 from hf_triton.runner.cuda.fused_norms import Forward, build_norm, is_like_norm, random_numbers
 from hf_triton.runner.cuda.fused_operations import gelu_mul, is_usable, rotary, silu_mul
@@ -62,6 +63,11 @@ def fuse_modules(model: Any) -> None:
         counts["products of one input"] = merge_products(calls)
     except Exception as error:  # a model that takes no token ids
         logger.debug("no layers are fused (%s)", described(error))
+    try:
+        if counts["rotary embeddings"]:
+            counts["writes of keys"] = write_early(model)
+    except Exception as error:  # a model that takes no such cache
+        logger.debug("no keys are written as they are rotated (%s)", described(error))
     logger.info("fused kernels: %s", ", ".join(f"{count} {kind}" for kind, count in counts.items() if count) or "none")
 
 
@@ -137,7 +143,7 @@ class FusedRotary:
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         if options in ({}, {"unsqueeze_dim": 1}) and len(arguments) == 4 and self._takes(*arguments):
-            return rotary(*arguments)
+            return rotate(*arguments)
         return self.original(*arguments, **options)
 
     def _takes(self, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:

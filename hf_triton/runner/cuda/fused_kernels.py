@@ -6,9 +6,13 @@ Importing it loads Triton. All compute in 32 bits and round once.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
+
+from hf_triton.runner.cuda.attention_kernel import PLACES, find_place
 
 GATE_BLOCK = 1024
 """Numbers of a row that one program gates."""
@@ -27,13 +31,17 @@ def rotate_head(source, target, cos, sin, half, block: tl.constexpr):
     tl.store(target + half + columns, second * cos_second + first * sin_second, inside)
 
 
-@triton.jit(do_not_specialize=["num_positions"])
+@triton.jit(do_not_specialize=["num_positions"], do_not_specialize_on_alignment=PLACES)
 def rotary_kernel(
-    query, key, cos, sin, query_out, key_out, num_positions, num_heads, num_keys, half,
-    query_batch, query_head, query_position, key_batch, key_head, key_position,
-    cos_batch, cos_position, sin_batch, sin_position, block: tl.constexpr,
+    query, key, cos, sin, value, query_out, key_out, key_blocks, value_blocks, sequences, bounds, lengths, starts,
+    tables, num_positions, num_heads, num_keys, half, query_batch, query_head, query_position,
+    key_batch, key_head, key_position, cos_batch, cos_position, sin_batch, sin_position,
+    value_strides, value_size: tl.constexpr, block_size: tl.constexpr, block: tl.constexpr, value_block: tl.constexpr,
 ):  # fmt: skip
-    """A program for each token and head: first those of the query, then those of the key. The rest are strides."""
+    """A program for each token and head: first those of the query, then those of the key. The rest are strides.
+
+    With a value, the key's programs write both to their blocks, which are contiguous.
+    """
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     batch, position = token // num_positions, token % num_positions
     cos += batch * cos_batch + position * cos_position
@@ -45,6 +53,15 @@ def rotary_kernel(
         head -= num_heads
         source = key + batch * key_batch + head * key_head + position * key_position
         rotate_head(source, key_out + (token * num_keys + head) * 2 * half, cos, sin, half, block)
+        if value is not None:
+            sequence = tl.load(sequences + token)
+            if sequence >= 0:
+                place = find_place(token, head, num_keys, sequence, bounds, lengths, starts, tables, block_size)
+                rotate_head(source, key_blocks + place * 2 * half, cos, sin, half, block)
+                column = tl.arange(0, value_block)
+                value += batch * value_strides[0] + head * value_strides[1] + position * value_strides[2]
+                numbers = tl.load(value + column * value_strides[3], column < value_size)
+                tl.store(value_blocks + place * value_size + column, numbers, column < value_size)
 
 
 @triton.jit
@@ -78,17 +95,27 @@ def norm_kernel(states, residual, total, weight, output, size, eps, block: tl.co
 
 
 def rotary(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    query: torch.Tensor,
+    key: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    value: torch.Tensor | None = None,
+    key_blocks: torch.Tensor | None = None,
+    value_blocks: torch.Tensor | None = None,
+    *places: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `fused_operations.rotary`."""
     query, key, cos, sin = (each if each.stride(-1) == 1 else each.contiguous() for each in (query, key, cos, sin))
     num_rows, num_heads, num_positions, size = query.shape
     cos, sin = cos.expand(num_rows, -1, -1), sin.expand(num_rows, -1, -1)
     outputs = [each.new_empty(num_rows, num_positions, each.shape[1], size) for each in (query, key)]
+    value_size, block_size = (1, 1) if value_blocks is None else (value_blocks.shape[3], value_blocks.shape[2])
     rotary_kernel[num_rows * num_positions, num_heads + key.shape[1]](
-        query, key, cos, sin, *outputs, num_positions, num_heads, key.shape[1], size // 2,
+        query, key, cos, sin, value, *outputs, key_blocks, value_blocks, *(places or [None] * len(PLACES)),
+        num_positions, num_heads, key.shape[1], size // 2,
         *query.stride()[:3], *key.stride()[:3], *cos.stride()[:2], *sin.stride()[:2],
-        block=triton.next_power_of_2(size // 2), num_warps=1,
+        None if value is None else value.stride(), value_size, block_size,
+        block=triton.next_power_of_2(size // 2), value_block=triton.next_power_of_2(value_size), num_warps=1,
     )  # fmt: skip
     return outputs[0].transpose(1, 2), outputs[1].transpose(1, 2)
 

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 PARTS: Final = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 TOLERANCE: Final = 1e-5
-"""Of the largest number of a row of float32 states."""
+"""A part of the largest number of a row of float32 states."""
 
 
 @dataclass
@@ -104,7 +104,7 @@ def _adds(call: Call) -> bool:
 
 
 def _widened(option: Any) -> Any:
-    """In float32, if it is numbers of fewer bits."""
+    """Widen numbers of fewer bits to float32."""
     if isinstance(option, tuple):
         return tuple(map(_widened, option))
     is_half = isinstance(option, torch.Tensor) and option.dtype in (torch.bfloat16, torch.float16)

@@ -18,7 +18,7 @@ from hf_triton.runner.numerics import agree
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
 SCALES: Final = 1.0, 30.0, 1e-3
-"""Of a norm's random rows; the mean square of the last is about as large as its eps."""
+"""A norm's random rows are so large; the mean square of the last is about as large as its eps."""
 
 
 def random_numbers(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -37,7 +37,7 @@ class FusedNorm:
     """The forward of an RMSNorm."""
 
     original: Forward
-    """For states of another dtype than the model's."""
+    """Computes states of another dtype than the model's."""
     weight: torch.Tensor
     """`[size]`: in the model's dtype, or in float32 as a sum that the dtype does not hold."""
     eps: float

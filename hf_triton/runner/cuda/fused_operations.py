@@ -17,12 +17,18 @@ import torch
 from torch.nn import functional
 
 from hf_triton.runner.cuda import why_no_kernel
+from hf_triton.runner.cuda.attention_reference import write
 from hf_triton.runner.cuda.kernel_cache import have_kernel_cache
+from hf_triton.runner.device_step import Places
 
 logger = logging.getLogger(__name__)
 
 LIBRARY: Any = torch.library.Library("hf_triton", "FRAGMENT")  # type: ignore[no-untyped-call]
-LIBRARY.define("rotary(Tensor query, Tensor key, Tensor cos, Tensor sin) -> (Tensor, Tensor)")
+LIBRARY.define(
+    "rotary(Tensor query, Tensor key, Tensor cos, Tensor sin, Tensor? value=None, "
+    "Tensor(a!)? key_blocks=None, Tensor(b!)? value_blocks=None, Tensor? sequences=None, Tensor? bounds=None, "
+    "Tensor? lengths=None, Tensor? starts=None, Tensor? tables=None) -> (Tensor, Tensor)"
+)
 LIBRARY.define("silu_mul(Tensor gate, Tensor up) -> Tensor")
 LIBRARY.define("gelu_mul(Tensor gate, Tensor up) -> Tensor")
 LIBRARY.define("rms_norm(Tensor states, Tensor weight, float eps) -> Tensor")
@@ -30,7 +36,7 @@ LIBRARY.define("add_rms_norm(Tensor residual, Tensor states, Tensor weight, floa
 
 
 def rotary(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *written: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate number `i` of each head with number `i + size / 2`.
 
@@ -39,11 +45,13 @@ def rotary(
         key: `[rows, key_heads, positions, size]`.
         cos: `[rows, positions, size]`, or one row for all.
         sin: As `cos`.
+        written: None, or the value `[rows, key_heads, positions, value_size]`, the blocks of keys and of values, and
+            the fields of `Places`: the rotated key and the value are written to their blocks.
 
     Returns:
         Query and key, of their shapes and dtypes.
     """
-    rotated: tuple[torch.Tensor, torch.Tensor] = torch.ops.hf_triton.rotary(query, key, cos, sin)
+    rotated: tuple[torch.Tensor, torch.Tensor] = torch.ops.hf_triton.rotary(query, key, cos, sin, *written)
     return rotated
 
 
@@ -96,7 +104,7 @@ def add_rms_norm(
 
 
 def _rotary_on_cpu(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *written: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     cos, sin = cos.float().unsqueeze(1), sin.float().unsqueeze(1)
 
@@ -104,7 +112,12 @@ def _rotary_on_cpu(
         first, second = states.float().chunk(2, -1)
         return (states * cos + torch.cat((-second, first), -1) * sin).to(states.dtype)
 
-    return rotated(query), rotated(key)
+    both = rotated(query), rotated(key)
+    if written and written[0] is not None:
+        value, key_blocks, value_blocks, *places = written
+        keys, values = (states.transpose(1, 2).flatten(0, 1) for states in (both[1], value))
+        write(keys, values, key_blocks, value_blocks, Places(*places))
+    return both
 
 
 def _gated_on_cpu(
@@ -180,11 +193,18 @@ def is_usable(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _run(device: torch.device, dtype: torch.dtype) -> bool:
-    """Run each once; what they compute is compared in each module that they may replace."""
+    """Run each once; what they compute is compared in each module that they may replace, but for what is written."""
     states = torch.ones(1, 2, 3, 8, dtype=dtype, device=device)
+    keys, values = states.new_zeros(2, 2, 2, 2, 8)
+    places = (torch.tensor(numbers, device=device) for numbers in ([0, 0, 0], [0, 3], [3], [0], [1, 0]))
+    _, rotated = rotary(states, states, states[:, 0], states[:, 0], states, keys, values, *places)
+    is_written = all(
+        torch.equal(blocks.flip(0).transpose(0, 1).flatten(1, 2)[:, :3], new[0])
+        for blocks, new in ((keys, rotated), (values, states))
+    )
     rotary(states, states, states[:, 0], states[:, 0])
     silu_mul(states, states)
     gelu_mul(states, states)
     rms_norm(states, torch.ones(8, device=device), 1e-6)
     add_rms_norm(states, states, torch.ones(8, device=device), 1e-6)
-    return True
+    return is_written

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where Triton's language keeps the kernels that it has compiled."""
+"""Says where Triton's language keeps the kernels that it has compiled."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class MergedLinear:
     start: int = 0
     end: int = 0
     address: int = 0
-    """Of its weight; so does one that was given another."""
+    """Its weight is there; one that was given another computes by itself."""
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         weight, product = self.layer.weight, self.product

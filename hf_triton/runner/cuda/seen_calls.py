@@ -25,11 +25,12 @@ class Call:
 
 
 @torch.no_grad()
-def see_calls(model: Any) -> list[Call]:
+def see_calls(model: Any, **options: Any) -> list[Call]:
     """All calls in a forward of a few tokens, in the order in which they end.
 
     Args:
         model: A transformers model in eval mode that takes token ids.
+        options: More arguments of the forward.
 
     Raises:
         Exception: Whatever the model raises.
@@ -47,7 +48,7 @@ def see_calls(model: Any) -> list[Call]:
     hooks += [module.register_forward_hook(end, with_kwargs=True) for module in model.modules()]
     try:
         numbers = torch.arange(NUM_TOKENS, device=model.get_input_embeddings().weight.device)
-        model(input_ids=numbers[None] % model.get_input_embeddings().num_embeddings)
+        model(input_ids=numbers[None] % model.get_input_embeddings().num_embeddings, **options)
     finally:
         for hook in hooks:
             hook.remove()

@@ -18,7 +18,7 @@ from hf_triton.errors import CheckpointError, SettingsError, clip
 from hf_triton.files import ADAPTER_IS_PICKLE, ADAPTER_PICKLE, read_bytes
 
 PREFIX: Final = "base_model.model."
-"""Of the names in an adapter's file."""
+"""Every name in an adapter's file begins so."""
 MAX_CONFIG_BYTES: Final = 1_000_000
 MAX_NAME_CHARACTERS: Final = 1000
 MAX_PATTERNS: Final = 4096
@@ -72,9 +72,9 @@ class AdapterConfig:
     rank: int
     alpha: float
     ranks: Mapping[str, int]
-    """By patterns of layers' names."""
+    """Patterns of layers' names are the keys."""
     alphas: Mapping[str, float]
-    """By patterns of layers' names."""
+    """Patterns of layers' names are the keys."""
     is_rank_stabilized: bool
     has_bias: bool
     targets: frozenset[str] | None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which LoRA adapter peft applies to each row, or to each token, of a layer's input. Knows no adapter's files.
+"""Tells peft which LoRA adapter a row, or a token, of a layer's input has. Knows no adapter's files.
 
 In a mixed batch a layer of peft takes a name for each element of its input's first dimension. A packed forward is one
 row of tokens of many sequences: hooks flatten the input of such a layer so that its first dimension is the tokens, and
@@ -51,14 +51,14 @@ class AdapterNames:
 
     @contextmanager
     def of_rows(self, rows: Sequence[str | None]) -> Iterator[None]:
-        """For a forward: the name of each row. One alone is that of all rows, and none leaves them plain."""
+        """Name the adapter of each row of a forward. One alone is that of all rows, and none leaves them plain."""
         names = self._named(rows or [None])
         with self._choosing(names if len(set(names)) > 1 else names[0]):
             yield
 
     @contextmanager
     def of_tokens(self, *lists: Sequence[str | None]) -> Iterator[None]:
-        """For a forward: the name of each token, in lists of the lengths that layers see. See `Adapters.choose_tokens`.
+        """Name the adapter of each token of a forward, in lists as long as layers see. See `Adapters.choose_tokens`.
 
         Raises:
             ValueError: Two lists of one length differ.
@@ -83,7 +83,7 @@ class AdapterNames:
         return [self._plain if name is None else name for name in names]
 
     def _name_input(self, layer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Before a layer: the names of its input, which is flattened where its first dimension is not that of names."""
+        """Give a layer the names of its input, which is flattened where its first dimension is not that of names."""
         x, *others = arguments
         known = layer._get_available_adapters()  # some layers of peft refuse the name of an adapter without them
         names = [name if name in known else NO_ADAPTER for name in self._names_of(layer, x)]

@@ -21,7 +21,7 @@ from hf_triton.errors import clip
 from hf_triton.runner.lora.adapter_files import LITERAL, MAX_NAME_CHARACTERS, AdapterConfig, refuse
 
 MAX_COPIES: Final = 256
-"""Of a part of a pattern, when it is compiled."""
+"""The most of a part of a pattern, when it is compiled."""
 MAX_MATCHING_S: Final = 3.0
 """CPU time for all patterns of an adapter together."""
 PARTS: Final = re.compile(
@@ -38,9 +38,9 @@ class AdapterPlan:
     """What an adapter changes, layer by layer; its tensors fit."""
 
     tensors: dict[str, torch.Tensor]
-    """Without those that only repeat the base model's."""
+    """Tensors that only repeat the base model's are left out."""
     ranks: dict[str, int] = field(default_factory=dict)
-    """Of the layers with LoRA, by name."""
+    """Layers with LoRA have one each, by name."""
     alphas: dict[str, float] = field(default_factory=dict)
     saved: list[str] = field(default_factory=list)
     """The layers that the adapter replaces."""
@@ -234,7 +234,7 @@ def _check_shapes(layer: str, own: Mapping[str, torch.Tensor], expected: Mapping
 
 
 def _num_copies(pattern: str) -> int:
-    """At most so many times regex compiles a part of a pattern: `{3}` thrice, and what is in `(...)+` twice."""
+    """Count how often regex compiles a part of a pattern at most: `{3}` thrice, and what is in `(...)+` twice."""
     braces = [re.findall(r"\d+", each) for each in re.findall(r"\{[^{}]*\}", pattern)]
     repeats = [1 + max(map(int, numbers)) for numbers in braces if numbers]
     return math.prod(repeats) << min(pattern.count(")"), pattern.count("+"))

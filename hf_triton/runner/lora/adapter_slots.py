@@ -40,7 +40,7 @@ class SlotLayer:
     """The weights of all slots for one layer, in the dtype in which peft has them."""
 
     row: int
-    """Of the layer's scales."""
+    """The layer's scales are in it."""
     a: torch.Tensor
     """`[slots * rank, inputs]`."""
     b: torch.Tensor
@@ -90,7 +90,7 @@ class AdapterSlots:
         }
         self._admitted: dict[str, Mapping[str, Any]] = {}
         self._slot_of: dict[str, int] = {}
-        """By key, the least recently used first."""
+        """Adapters' slots by key, the least recently used first."""
         self._free = list(range(MAX_SLOTS, 0, -1))
         self.wrong = {name for name, (key, layer) in samples.items() if not self._is_right(name, key, layer)}
         """Layers for which peft computes something else; adapters that change them have no slot."""
@@ -212,7 +212,7 @@ class AdapterSlots:
 
     @contextmanager
     def adding(self, layers: Mapping[str, Any], num_tokens: int) -> Iterator[None]:
-        """For a forward of so many tokens, in which peft computes no adapter: add to its layers what slots have.
+        """Add to layers what slots have, in a forward of so many tokens in which peft computes no adapter.
 
         Args:
             layers: The layers of peft that there are, by name.

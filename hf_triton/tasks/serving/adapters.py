@@ -23,7 +23,7 @@ from hf_triton.protocol.validation import suggest
 from hf_triton.settings import ADAPTER_NAME
 
 if TYPE_CHECKING:
-    from hf_triton.runner.lora.adapters import Adapter, Adapters
+    from hf_triton.runner.lora.model_adapters import Adapter, Adapters
 
 logger = logging.getLogger(__name__)
 

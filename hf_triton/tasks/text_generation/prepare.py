@@ -39,7 +39,7 @@ from hf_triton.tasks.text_generation.text_to_text import TEXT_FIELDS, Direction,
 from hf_triton.tasks.text_generation.tokenizer import TextCodec
 
 if TYPE_CHECKING:
-    from hf_triton.runner.lora.adapters import Adapter
+    from hf_triton.runner.lora.model_adapters import Adapter
 
 MAX_INLINE_CHARACTERS = 1000  # of a prompt that is tokenized in the caller's thread: 0.2 ms, less than a thread costs
 NUM_BAD_WORDS_KEPT = 32  # prompts of a request, and often requests of a client, share their bad words

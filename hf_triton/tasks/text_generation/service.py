@@ -226,7 +226,7 @@ def build_text_generation(
     from hf_triton.runner.cpu import accelerate
     from hf_triton.runner.cuda import fuse
     from hf_triton.runner.device import DeviceContext
-    from hf_triton.runner.lora.adapters import Adapters
+    from hf_triton.runner.lora.model_adapters import Adapters
 
     limits = request_limits(settings, checkpoint.context_length)
     text_to_text = build_text_to_text(settings.task, checkpoint)

@@ -135,7 +135,7 @@ class Comparison:
         return self._exact[reference]
 
     def _verdict(self, exact: torch.Tensor, actual: torch.Tensor, found: torch.Tensor) -> Verdict:
-        """By what both ways compute in float32, and by how far both are from there in the served dtype."""
+        """Judge what both ways compute in float32, and how far both are from there in the served dtype."""
         apart = distance(exact, actual)
         if not apart <= self._limit:
             return _verdict(apart, self._limit, torch.float32)

@@ -29,9 +29,9 @@ GPU_PROVIDERS: Final[dict[str, str]] = {
     "onnx-cuda": "CUDAExecutionProvider",
     "onnx-tensorrt": "TensorrtExecutionProvider",
 }
-"""Of ONNX Runtime, by the runtimes that compute on a GPU."""
+"""ONNX Runtime's, by the runtimes that compute on a GPU."""
 INSTRUCTION_SETS: Final = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_int8", "asimddp", "i8mm")
-"""As Linux names them: those that decide which kernels a runtime takes."""
+"""Linux's names of those that decide which kernels a runtime takes."""
 
 
 class GraphError(RuntimeError):
@@ -153,7 +153,7 @@ class GraphModel(torch.nn.Module):
         return OnnxSession(file, torch.get_num_threads(), providers)
 
     def get_input_embeddings(self) -> torch.nn.Embedding:
-        """As many as the model has, without their values."""
+        """Return as many as the model has, without their values."""
         return self._embeddings
 
     def get_output_embeddings(self) -> None:
@@ -186,7 +186,7 @@ def runtime_version(runtime: GraphRuntime) -> str | None:
 
 
 def available_providers() -> list[str]:
-    """Those that ONNX Runtime is built with; empty if it is not installed."""
+    """List what ONNX Runtime is built with; nothing if it is not installed."""
     try:
         import onnxruntime
     except ImportError:

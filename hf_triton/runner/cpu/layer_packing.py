@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_triton.runner.comparison import Comparison
 from hf_triton.runner.cpu.layer_timing import (
     ONEDNN,
     PACKED,
@@ -31,6 +30,7 @@ from hf_triton.runner.cpu.layer_timing import (
 )
 from hf_triton.runner.cpu.linear import PackedLinear
 from hf_triton.runner.faults import described
+from hf_triton.runner.model_comparison import Comparison
 from hf_triton.runner.numerics import agree
 from hf_triton.runner.reference import logits_after, make_continuation, make_prompt
 

@@ -25,11 +25,11 @@ from typing import Any, Final
 import torch
 
 from hf_triton.errors import CheckpointError, SettingsError
-from hf_triton.runner.comparison import Comparison
 from hf_triton.runner.lora.adapter_files import PREFIX, AdapterConfig, read_adapter_config, read_tensors, refuse, short
 from hf_triton.runner.lora.adapter_names import NO_ADAPTER, AdapterNames
 from hf_triton.runner.lora.adapter_plan import TOKENS, AdapterPlan, plan_adapter, split_name
 from hf_triton.runner.lora.adapter_slots import AdapterSlots
+from hf_triton.runner.model_comparison import Comparison
 
 NUM_TRIAL_TOKENS: Final = 5
 SPARE_BYTES: Final = 64 << 20
@@ -43,7 +43,7 @@ class Adapter:
     """A loaded adapter. It stays in the model while this object is referenced."""
 
     number: int
-    """From 1, never used again: KV that was computed with one adapter is not another's."""
+    """Counts from 1 and is never used again: KV that was computed with one adapter is not another's."""
     name: str = ""
     """What requests call it."""
 
@@ -137,7 +137,7 @@ class Adapters:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """For a change of the model's adapters."""
+        """Change the model's adapters while no forward runs."""
         with self._lock, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # peft's: of several adapters, and of attributes that are to be removed
             yield
@@ -153,7 +153,7 @@ class Adapters:
 
     @contextmanager
     def choose_tokens(self, *lists: Sequence[str | None]) -> Iterator[None]:
-        """For a packed forward: the adapter of each token, by `Adapter.key`; None: no adapter.
+        """Choose the adapter of each token of a packed forward, by `Adapter.key`; None: no adapter.
 
         A layer finds its tokens' adapters by their number: T, K, G, ... Lists of one length must be the same, and in a
         packed step they are: K logits of T = K tokens are those of all tokens, and as many cached tokens as new ones
@@ -235,7 +235,7 @@ class Adapters:
 
     @contextmanager
     def choose_slots(self, num_tokens: int) -> Iterator[None]:
-        """For a packed forward of so many tokens, whose slots `load_tokens` has brought."""
+        """Let a packed forward of so many tokens have the slots that `load_tokens` has brought."""
         assert self._slots is not None
         with self.choose(None), self._slots.adding(dict(self._layers_of()), num_tokens):
             yield

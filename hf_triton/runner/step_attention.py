@@ -65,6 +65,11 @@ def attention_of(cache: PagedCache | PackedRow, configs: Sequence[Any] = ()) -> 
             config._attn_implementation_internal = name
 
 
+def cache_of_thread() -> PagedCache | PackedRow | None:
+    """The cache whose step this thread computes; None: it computes none."""
+    return _thread.cache
+
+
 def attention_configs(model: Any) -> list[Any]:
     """The configs in which a model's modules look up their attention, each once."""
     configs = [module.config for module in model.modules() if hasattr(module, "config")]

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from hf_triton.runner.comparison import Comparison
+from hf_triton.runner.model_comparison import Comparison
 from hf_triton.runner.reference import NUM_STEPS, check_numbers, logits_after, make_continuation, make_prompt
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def asks_for(model: Any, name: str) -> bool:
 
 
 def probe_batching(model: Any) -> Sharing:
-    """Which sequences may share a batch, by a row's logits alone and beside another row.
+    """Find which sequences may share a batch, by a row's logits alone and beside another row.
 
     Compares the first `NUM_STEPS` tokens, which are given. Recurrent models that ignore the attention mask fail with
     padding, and transformers' RWKV fails beside any other row; they are served in smaller batches. An exception on a
