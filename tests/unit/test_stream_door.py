@@ -202,14 +202,6 @@ def test_a_request_arrives_as_it_was_and_its_answer_as_it_is(engine: Engine, eng
     assert engine.outcomes == ["ok"]
 
 
-@pytest.mark.parametrize("parameters", [{}, {"queue_time_us": 0, "e2e_request_latency_us": 2**62}], ids=str)
-def test_parameters_of_an_answer_pass(parameters: dict[str, int], engine: Engine, engines: Engines) -> None:
-    call = submit(engines, ClientCall())
-    engine.next_call().answer(texts(b"text"), parameters)
-    assert call.wait() == [b"text"]
-    assert call.answer_parameters == parameters
-
-
 @pytest.mark.parametrize("value", [None, [], {"a": "b"}, {"a": 1.5}, {"a": True}], ids=str)
 def test_other_parameters_are_refused(value: object) -> None:
     with pytest.raises(ProtocolError):

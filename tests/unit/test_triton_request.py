@@ -32,17 +32,6 @@ def make_call(poller: RequestPoller) -> Iterator[Callable[..., Any]]:
         yield lambda request, *arguments: module.TritonRequest(request, poller, *arguments)
 
 
-def test_only_the_first_final_response_is_sent(make_call: Callable[[Request], Any]) -> None:
-    request = Request()
-    call = make_call(request)
-    call.answer({"text_output": np.array([b"first"], dtype=np.object_)})
-    call.answer({"text_output": np.array([b"second"], dtype=np.object_)})
-    call.refuse(HfTritonError("internal", "third"))
-    del call
-    [[(name, array)]] = request.sender.sent
-    assert (name, list(array)) == ("text_output", [b"first"])
-
-
 def text(value: bytes) -> dict[str, Any]:
     return {"text_output": np.array([value], dtype=np.object_)}
 
@@ -58,7 +47,8 @@ def test_responses_are_in_order_and_none_follows_the_final_one(make_call: Callab
         call.add(text(part))
     call.answer(text(b"three"))
     call.add(text(b"four"))
-    call.refuse(HfTritonError("internal", "five"))
+    call.answer(text(b"five"))
+    call.refuse(HfTritonError("internal", "six"))
     assert texts_of(request.sender.parts) == [b"one", b"two"]
     assert texts_of(request.sender.sent) == [b"three"]
 
