@@ -46,6 +46,20 @@ AS_IF_ABSENT: dict[str, tuple[str, dict[str, Any]]] = {
     "a new field of Anthropic's": (MESSAGES, {"thread": {"type": "create"}}),
     "ids of messages": (CHAT, {"messages": [{**HELLO[0], "id": "m1", "cache_control": {"type": "ephemeral"}}]}),
     "OpenRouter's usage": (CHAT, {"usage": {"include": True}}),
+    "OpenAI's defaults": (
+        CHAT,
+        {"parallel_tool_calls": True, "metadata": {"a": "b"}, "skip_special_tokens": True, "guided_json": None},
+    ),
+    "an agent's defaults": (
+        RESPONSES,
+        {
+            "background": False,
+            "include": ["reasoning.encrypted_content"],
+            "truncation": "disabled",
+            "tool_choice": "auto",
+        },
+    ),
+    "Anthropic's defaults": (MESSAGES, {"thinking": {"type": "disabled"}, "metadata": {"user_id": "a"}, "tools": []}),
     "transformers chat": (CHAT, {"generation_config": json.dumps({"temperature": 0.0, "pad_token_id": 1})}),
 }
 

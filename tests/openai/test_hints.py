@@ -61,13 +61,7 @@ HINTS: dict[str, tuple[str, dict[str, Any], str]] = {
         {"system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]},
         "system.cache_control",
     ),
-    "a tool of the server": (CHAT, {"tools": [{"type": "web_search"}], "tool_choice": "auto"}, "tools.web_search"),
     "a tool of OpenAI": (RESPONSES, {"tools": [{"type": "mcp", "server_label": "a"}]}, "tools.mcp"),
-    "a tool of Anthropic": (
-        MESSAGES,
-        {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
-        "tools.web_search_20250305",
-    ),
     "a tool that is counted": (TOKENIZE, {"tools": [{"type": "web_search"}]}, "tools.web_search"),
     "a name of many words": (CHAT, {"a secret\r\nx-evil: 1": None}, hints.OTHER),
 }

@@ -31,29 +31,6 @@ CAR = {
 MAIL = r"\w{1,8}@\w{1,8}\.com\n"
 
 
-WEATHER: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "get_current_weather",
-        "description": "The weather of a place.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "city": {"type": "string", "maxLength": 12},
-                "state": {"type": "string", "maxLength": 2},
-                "unit": {"type": "string", "enum": ["celsius", "fahrenheit"]},
-            },
-            "required": ["city", "state", "unit"],
-            "additionalProperties": False,
-        },
-    },
-}
-CHOICES: dict[str, Any] = {
-    "vLLM: required": "required",
-    "vLLM and Triton: named": {"type": "function", "function": {"name": "get_current_weather"}},
-}
-
-
 def asks(text: str, **fields: object) -> dict[str, Any]:
     return {"model": "tiny", "messages": [{"role": "user", "content": text}], **fields}
 
@@ -181,24 +158,6 @@ def test_chat(gateway: GatewayThread, name: str) -> None:
     answer = post(gateway, CHAT, body).json()
     ChatCompletion.model_validate(answer, strict=True)
     check(answer["choices"][0]["message"]["content"])
-
-
-@pytest.mark.parametrize("name", CHOICES)
-def test_tool_call(gateway: GatewayThread, name: str) -> None:
-    body = asks(
-        "How warm is it in Dallas?",
-        tools=[WEATHER],
-        tool_choice=CHOICES[name],
-        max_tokens=150,
-        parallel_tool_calls=False,
-    )
-    answer = post(gateway, CHAT, body | {"model": "demo"}).json()
-    ChatCompletion.model_validate(answer, strict=True)
-    [choice] = answer["choices"]
-    assert choice["finish_reason"] == ("stop" if isinstance(CHOICES[name], dict) else "tool_calls")
-    for call in choice["message"]["tool_calls"]:
-        assert call["function"]["name"] == "get_current_weather"
-        jsonschema.validate(json.loads(call["function"]["arguments"]), WEATHER["function"]["parameters"])
 
 
 @pytest.mark.parametrize("name", COMPLETIONS_BODIES)
