@@ -131,8 +131,7 @@ def reply_to(
     task = build_task(
         outcome, defaults=defaults, excludes_prompt=excludes_prompt, is_encoder_decoder=is_encoder_decoder
     )
-    reply = Collector()
-    submit(task, request_of(prompts, options, **parameters), reply, lambda: False, timeout_s=timeout_s, streams=streams)
+    reply = send(task, *prompts, timeout_s=timeout_s, streams=streams, options=options, **parameters)
     assert reply.is_finished.wait(10)
     task.close()
     return reply
@@ -173,17 +172,21 @@ def build_task(
     return TextGeneration(Engine(outcome), preparer, Limits(1000, 1000), max_waiting=max_waiting, returns_timings=True)
 
 
-def submit(
+def send(
     task: TextGeneration,
-    request: GenerationRequest,
-    reply: Collector,
+    *prompts: Prompt,
+    to: Collector | None = None,
     is_cancelled: Callable[[], bool] = lambda: False,
-    *,
     timeout_s: float | None = None,
     streams: bool = False,
-) -> None:
+    options: RequestOptions | None = None,
+    **parameters: Any,
+) -> Collector:
+    """Send a request, and give what collects its answer."""
+    reply = to or Collector()
     reply.timeout_s, reply.asks_whether_cancelled = timeout_s, is_cancelled
-    task.generate(reply, request, config_of(streams=streams))
+    task.generate(reply, request_of(prompts, options, **parameters), config_of(streams=streams))
+    return reply
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
@@ -247,10 +250,7 @@ class SlowCodec(Codec):
 def test_a_request_of_many_prompts_does_not_delay_a_short_one() -> None:
     codec = SlowCodec()
     task = build_task(codec=codec)
-    large, small = [Collector() for _ in range(4)], Collector()
-    for reply in large:
-        submit(task, request_of(("x",) * 200), reply, lambda: False)
-    submit(task, request_of(("y",)), small, lambda: False)
+    large, small = [send(task, *["x"] * 200) for _ in range(4)], send(task, "y")
     assert small.is_finished.wait(10)
     assert not any(reply.is_finished.is_set() for reply in large)
     assert all(reply.is_finished.wait(30) for reply in large)
@@ -281,8 +281,7 @@ def test_short_plain_prompts_are_prepared_in_the_caller_s_thread(
         return echo(sequence)
 
     task = build_task(outcome, context_length=2000, defaults=GenerationParameters(**defaults))
-    reply = Collector()
-    submit(task, request_of(prompts, **asked), reply, lambda: False)
+    reply = send(task, *prompts, **asked)
     assert reply.is_finished.wait(30)
     assert {name == threading.current_thread().name for name in threads} == {is_at_once}
     task.close()
@@ -291,10 +290,8 @@ def test_short_plain_prompts_are_prepared_in_the_caller_s_thread(
 def test_cold_grammars_do_not_delay_other_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     is_over = threading.Event()
     monkeypatch.setattr(GrammarCompiler, "compile", lambda *_: is_over.wait(30) and ask("never"))
-    task, others, small = build_task(), [Collector() for _ in range(4)], Collector()
-    for reply in others:
-        submit(task, request_of(("x",), guided_regex="a"), reply, lambda: False)
-    submit(task, request_of(("y",)), small, lambda: False)
+    task = build_task()
+    others, small = [send(task, "x", guided_regex="a") for _ in range(4)], send(task, "y")
     assert small.is_finished.wait(10)
     is_over.set()
     assert all(reply.is_finished.wait(30) for reply in others)
@@ -304,15 +301,13 @@ def test_cold_grammars_do_not_delay_other_requests(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(("timeout_s", "code"), [(None, "cancelled"), (0.1, "deadline_exceeded")])
 def test_preparation_stops_after_cancellation_or_deadline(timeout_s: float | None, code: str) -> None:
     codec = SlowCodec()
-    task, reply = build_task(codec=codec), Collector()
-    submit(
-        task, request_of(("x",) * 500), reply, lambda: timeout_s is None and codec.num_read > 20, timeout_s=timeout_s
+    task = build_task(codec=codec)
+    reply = send(
+        task, *["x"] * 500, timeout_s=timeout_s, is_cancelled=lambda: timeout_s is None and codec.num_read > 20
     )
     assert reply.is_finished.wait(10)
     task.close()
-    [error] = reply.results
-    assert isinstance(error, HfTritonError)
-    assert error.code == code
+    assert error_code(reply) == code
     assert codec.num_read < 100
 
 
@@ -328,10 +323,10 @@ def test_a_grammar_of_an_ended_request_is_not_compiled(
         raise RequestError("invalid_parameter", "never")
 
     monkeypatch.setattr(GrammarCompiler, "compile", compile_slowly)
-    task, first, late = build_task(), Collector(), Collector()
-    submit(task, request_of(("x",), guided_regex="a"), first, lambda: False)
+    task = build_task()
+    first = send(task, "x", guided_regex="a")
     wait_until(lambda: read == ["a"])
-    submit(task, request_of(("y",), guided_regex="b", max_time=max_time), late, lambda: max_time is None)
+    late = send(task, "y", guided_regex="b", max_time=max_time, is_cancelled=lambda: max_time is None)
     time.sleep(0.2)
     is_over.set()
     assert first.is_finished.wait(10)
@@ -357,12 +352,10 @@ class Held(Hooks):
 def test_requests_that_wait_for_a_thread_are_refused_in_time() -> None:
     hooks = Held()
     task = build_task(hooks=hooks)
-    first, late, gone, patient = [Collector() for _ in range(NUM_HOOK_THREADS)], Collector(), Collector(), Collector()
-    for reply in first:
-        submit(task, request_of(("x",)), reply, lambda: False)
-    submit(task, request_of(("late", "later"), max_time=0.2), late, lambda: False)
-    submit(task, request_of(("gone",)), gone, late.is_finished.is_set)
-    submit(task, request_of(("patient",), max_time=60.0), patient, lambda: False, timeout_s=50.0)
+    first = [send(task, "x") for _ in range(NUM_HOOK_THREADS)]
+    late = send(task, "late", "later", max_time=0.2)
+    gone = send(task, "gone", is_cancelled=late.is_finished.is_set)
+    patient = send(task, "patient", max_time=60.0, timeout_s=50.0)
     assert late.is_finished.wait(10)
     assert gone.is_finished.wait(10)
     assert [error_code(late), error_code(gone)] == ["deadline_exceeded", "cancelled"]
@@ -378,7 +371,7 @@ def test_the_shortest_max_time_of_its_prompts_is_the_request_s() -> None:
     hooks = Held()
     task, reply = build_task(hooks=hooks, defaults=GenerationParameters(max_time=60.0)), Collector()
     rows = [GenerationParameters(), GenerationParameters(max_time=0.2), GenerationParameters(max_time=50.0)]
-    submit(task, GenerationRequest(["a", "b", "c"], rows, RequestOptions(), (3,)), reply, lambda: False)
+    task.generate(reply, GenerationRequest(["a", "b", "c"], rows, RequestOptions(), (3,)), config_of(streams=False))
     assert reply.is_finished.wait(10)
     assert error_code(reply) == "deadline_exceeded"
     hooks.may_go.set()
@@ -390,22 +383,17 @@ def test_the_gate_bounds_waiting_prompts() -> None:
     hooks = Held()
     task = build_task(hooks=hooks, max_waiting=3)  # beside its 4 rows
 
-    def ask_for(*prompts: str, **parameters: Any) -> Collector:
-        reply = Collector()
-        submit(task, request_of(prompts, **parameters), reply, lambda: False)
-        return reply
-
-    taken = [ask_for("a"), ask_for("b", "c", "d"), ask_for("e", "f", max_time=0.2), ask_for("g")]
+    taken = [send(task, "a"), send(task, "b", "c", "d"), send(task, "e", "f", max_time=0.2), send(task, "g")]
     assert task.load().num_waiting == 7
-    full = ask_for("h")
+    full = send(task, "h")
     assert error_code(full) == "queue_full"
     assert "3 prompts are waiting and 3 may (setting max_waiting_prompts)" in str(full.results[0])
     assert taken[2].is_finished.wait(10)
-    assert error_code(ask_for("h")) == "queue_full", "a thread still has to do with those whose time was up"
+    assert error_code(send(task, "h")) == "queue_full", "a thread still has to do with those whose time was up"
     hooks.may_go.set()
     assert all(reply.is_finished.wait(10) for reply in taken)
     wait_until(lambda: task.load().num_waiting == 0)
-    large = ask_for(*["i"] * 20)  # alone
+    large = send(task, *["i"] * 20)  # alone
     assert large.is_finished.wait(10)
     assert not isinstance(large.results[0], HfTritonError)
     wait_until(lambda: task.load().num_waiting == 0)
@@ -414,16 +402,13 @@ def test_the_gate_bounds_waiting_prompts() -> None:
 
 def test_close_refuses_requests_in_preparation() -> None:
     hooks = Held()
-    task, replies = build_task(hooks=hooks), [Collector() for _ in range(NUM_HOOK_THREADS + 5)]
-    for reply in replies:
-        submit(task, request_of(("x",)), reply, lambda: False)
+    task = build_task(hooks=hooks)
+    replies = [send(task, "x") for _ in range(NUM_HOOK_THREADS + 5)]
     closing = threading.Thread(target=task.close)
     closing.start()
     assert all(reply.is_finished.wait(10) for reply in replies)
     assert {error_code(reply) for reply in replies} == {"shutting_down"}
-    late = Collector()
-    submit(task, request_of(("x",)), late, lambda: False)
-    assert error_code(late) == "shutting_down"
+    assert error_code(send(task, "x")) == "shutting_down"
     hooks.may_go.set()
     closing.join(10)
     assert not closing.is_alive()
@@ -440,10 +425,8 @@ def test_a_cached_grammar_does_not_wait_for_a_cold_one(monkeypatch: pytest.Monke
     monkeypatch.setattr(GrammarCompiler, "compile", compile_slowly)
     task, held = build_task(), Collector()
     for _ in range(2):
-        reply = Collector()
-        submit(task, request_of(("x",), guided_regex="a"), reply, lambda: False)
-        assert reply.is_finished.wait(10)
-        submit(task, request_of(("x",), guided_regex="b"), held, lambda: False)
+        assert send(task, "x", guided_regex="a").is_finished.wait(10)
+        send(task, "x", guided_regex="b", to=held)
     is_over.set()
     task.close()
 
@@ -454,7 +437,7 @@ def test_a_cancelled_request_leaves_no_reference_cycle(prompts: tuple[str, ...])
     has_gone = weakref.ref(reply)
     gc.disable()
     try:
-        submit(task, request_of(prompts), reply, lambda: True)
+        send(task, *prompts, to=reply, is_cancelled=lambda: True)
         assert reply.is_finished.wait(10)
         assert error_code(reply) == "cancelled"
         del reply
@@ -469,8 +452,8 @@ def test_a_failure_of_engine_submit_is_an_internal_error(
     prompts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(Engine, "submit", Mock(side_effect=MemoryError))
-    task, reply = build_task(), Collector()
-    submit(task, request_of(prompts), reply, lambda: False)
+    task = build_task()
+    reply = send(task, *prompts)
     assert reply.is_finished.wait(10)
     task.close()
     assert error_code(reply) == "internal"
@@ -478,13 +461,13 @@ def test_a_failure_of_engine_submit_is_an_internal_error(
 
 
 def test_a_thread_that_cannot_start_is_an_internal_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    task, reply, later = build_task(), Collector(), Collector()
+    task = build_task()
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
-        submit(task, request_of(("x", "y")), reply, lambda: False)
+        reply = send(task, "x", "y")
     assert error_code(reply) == "internal"
     assert task.load().num_waiting == 0
-    submit(task, request_of(("x", "y")), later, lambda: False)  # whose thread finds the first one too
+    later = send(task, "x", "y")  # whose thread finds the first one too
     assert later.is_finished.wait(10)
     assert not isinstance(later.results[0], HfTritonError)
     task.close()
@@ -500,7 +483,7 @@ def test_a_refusal_that_fails_does_not_affect_other_requests() -> None:
     hooks = Held()
     task, replies = build_task(hooks=hooks), [Broken(), Collector()]
     for reply in replies:
-        submit(task, request_of(("x",), max_time=0.1), reply, lambda: False)
+        send(task, "x", max_time=0.1, to=reply)
     assert replies[1].is_finished.wait(10)
     assert error_code(replies[1]) == "deadline_exceeded"
     hooks.may_go.set()
@@ -584,9 +567,9 @@ class Framing(Hooks):
 @pytest.mark.parametrize("hooks", [None, Framing()], ids=["plain", "hooks"])
 def test_tokenize_only_returns_the_prompt_as_the_model_gets_it(streams: bool, hooks: Hooks | None) -> None:
     asked = RequestOptions(tokenize_only=True, stream=False, return_prompt_token_ids=True, return_num_input_tokens=True)
-    task, reply = build_task(lambda _: GenerationError("generation_failed", "x"), hooks=hooks), Collector()
+    task = build_task(lambda _: GenerationError("generation_failed", "x"), hooks=hooks)
     prompts = ("good day", "x" * 50)  # longer than the context
-    submit(task, request_of(prompts, asked, logprobs=2, num_return_sequences=2), reply, streams=streams)
+    reply = send(task, *prompts, options=asked, logprobs=2, num_return_sequences=2, streams=streams)
     assert reply.is_finished.wait(10)
     task.close()
     [answers] = reply.results
@@ -872,9 +855,7 @@ def test_slow_hooks_run_in_parallel(hook: str, defaults: dict[str, str]) -> None
 
     setattr(Waiting, hook, wait)
     task = build_task(hooks=Waiting(), defaults=GenerationParameters(**defaults))
-    replies = [Collector() for _ in range(16)]
-    for reply in replies:
-        submit(task, request_of(("ab",)), reply, lambda: False)
+    replies = [send(task, "ab") for _ in range(16)]
     assert all(reply.is_finished.wait(60) for reply in replies)
     assert not any(isinstance(result, HfTritonError) for reply in replies for result in reply.results)
     task.close()
@@ -888,8 +869,8 @@ def test_close_waits_for_responses_in_postprocess() -> None:
             goes_on.wait(30)
             return text
 
-    task, reply = build_task(hooks=Waiting()), Collector()
-    submit(task, request_of(("ab",)), reply, lambda: False)
+    task = build_task(hooks=Waiting())
+    reply = send(task, "ab")
     threading.Timer(0.2, goes_on.set).start()
     task.close()
     assert len(reply.results) == 1
