@@ -13,7 +13,6 @@ from transformers import DynamicCache
 
 from hf_triton.engine.config import EngineConfig
 from hf_triton.engine.continuous import ContinuousBatchingEngine
-from hf_triton.engine.types import Observer
 from hf_triton.runner.calling import cache_name
 from hf_triton.runner.device import ChunkSizes
 from hf_triton.runner.long_rope import LongRope
@@ -32,18 +31,6 @@ CONFIG = EngineConfig(block_size=16)
 def phi3(**changes: Any) -> Any:
     name, arguments = CONTINUOUS["phi3-longrope"]
     return build(name, arguments | changes)
-
-
-class Watcher(Observer):
-    def __init__(self) -> None:
-        self.shared: list[int] = []
-        self.num_preempted = 0
-
-    def on_prefix_hit(self, num_tokens: int) -> None:
-        self.shared.append(num_tokens)
-
-    def on_preempt(self, num_sequences: int) -> None:
-        self.num_preempted += num_sequences
 
 
 def tokens_of(length: int, seed: int = 0) -> list[int]:

@@ -92,13 +92,6 @@ def test_outputs_have_a_row_for_each_text(serve: Callable[..., tuple[Served, Pat
             }
 
 
-@pytest.mark.parametrize("name", ["text", "text_input", "input", "inputs"])
-def test_texts_come_under_the_names_of_other_servers(name: str, serve: Callable[..., tuple[Served, Path]]) -> None:
-    served, _ = serve()
-    outputs = served.ask({name: encode_strings(TEXTS, (4,))})
-    assert [label.decode() for label in outputs["label"].ravel()] == [answer["label"] for answer in served.json(TEXTS)]
-
-
 @pytest.mark.parametrize("name", ["args", "text_inputs"])
 def test_client_of_mlserver_gets_one_output_of_json(name: str, serve: Callable[..., tuple[Served, Path]]) -> None:
     served, _ = serve()

@@ -5,7 +5,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, cast
@@ -25,6 +25,7 @@ from hf_triton.tasks.text_generation.resolve import TaskParams
 from hf_triton.tasks.text_generation.response import MAX_QUICK_TOKENS, GenerationResponse
 from tests.support.collector import Collector, config_of
 from tests.support.tokenizers import codec_of, raw_ids
+from tests.support.waiting import wait_until
 
 KIND = "byte_level"
 
@@ -106,13 +107,6 @@ def joined(request: Collector) -> list[str]:
     [end] = request.results
     assert isinstance(end, list), end
     return ["".join(pieces) for pieces in zip(*request.parts, [each.text_output for each in end], strict=True)]
-
-
-def wait_until(is_so: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + 10
-    while not is_so():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
 
 
 # --- the sender ------------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import socket
 import struct
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,7 @@ from hf_triton.tasks.interface import ResponseConfig
 from hf_triton.tasks.serving.request import InferenceRequest
 from hf_triton.tasks.serving.sender import ResponseSender
 from hf_triton.triton_backend.cancellation import RequestPoller
+from tests.support.waiting import wait_until
 
 SOON_S = 20.0
 POLLER = RequestPoller(interval_s=0.01)
@@ -49,13 +49,6 @@ def _own_root(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as root:  # a socket's path is short
         monkeypatch.setattr(address, "ROOT", Path(root))
         yield
-
-
-def wait_for(claim: Callable[[], object]) -> None:
-    end = time.monotonic() + SOON_S
-    while not claim():
-        assert time.monotonic() < end, "nothing happened"
-        time.sleep(0.005)
 
 
 def texts(*values: bytes) -> dict[str, Any]:
@@ -98,7 +91,7 @@ class ClientCall(InferenceRequest):
         self.outcome = error
 
     def wait(self) -> Any:
-        wait_for(lambda: self.outcome is not None)
+        wait_until(lambda: self.outcome is not None)
         return self.outcome
 
 
@@ -124,7 +117,7 @@ class Engine:
         self.outlets.append(outlet)
 
     def next_call(self) -> RemoteRequest:
-        wait_for(lambda: self.calls)
+        wait_until(lambda: self.calls)
         self.held.append(self.calls.pop(0))
         return self.held[-1]
 
@@ -306,7 +299,7 @@ def test_a_cancelled_request_is_cancelled_in_the_engine_and_no_other(engine: Eng
     remote, other_remote = engine.next_call(), engine.next_call()
     assert not remote.is_cancelled()
     call.cancel()
-    wait_for(remote.is_cancelled)
+    wait_until(remote.is_cancelled)
     assert not other_remote.is_cancelled()
     remote.refuse(CancelledError())
     other_remote.answer(texts(b"text"))
@@ -321,11 +314,11 @@ def test_a_cancellation_by_id_reaches_the_requests_of_all_doors(
     POLLER.add(own)
     for number, (door, request_id) in enumerate([(engines, "a"), (second, "a"), (engines, "b")]):
         submit(door, ClientCall(request_id=request_id))
-        wait_for(lambda count=number + 1: len(engine.calls) == count)
+        wait_until(lambda count=number + 1: len(engine.calls) == count)
     with monkeypatch.context() as patch:
         patch.setattr(client.os, "getpid", lambda: 0)  # as another process
         client.cancel_elsewhere(MODEL, "a")
-    wait_for(lambda: own.is_cancelled() and engine.calls[1].is_cancelled())
+    wait_until(lambda: own.is_cancelled() and engine.calls[1].is_cancelled())
     assert [each.is_cancelled() for each in engine.calls] == [True, True, False]
     second.close()
 
@@ -337,8 +330,8 @@ def test_the_requests_of_a_door_that_is_gone_are_cancelled(engine: Engine) -> No
     call = submit(stays, ClientCall())
     other = engine.next_call()
     engines.close()
-    wait_for(remote.is_cancelled)
-    wait_for(lambda: engine.outcomes)
+    wait_until(remote.is_cancelled)
+    wait_until(lambda: engine.outcomes)
     assert not other.is_cancelled()
     remote.add(texts(b"to nobody"))
     remote.answer(texts(b"to nobody"))
@@ -381,7 +374,7 @@ def test_after_an_engine_s_death_the_next_one_takes_over(make_engine: Callable[.
     first = make_engine()
     call = submit(engines, ClientCall())
     first.next_call().add(texts(b"begin"))
-    wait_for(lambda: call.parts)
+    wait_until(lambda: call.parts)
     waiting = submit(engines, ClientCall())
     first.next_call()
     first.vanish()
@@ -467,7 +460,7 @@ def test_a_begun_stream_of_an_engine_that_ends_is_not_forwarded_again(
     begun, waiting = submit(engines, ClientCall()), submit(engines, ClientCall())
     ending.next_call().add(texts(b"begin"))
     ending.next_call()
-    wait_for(lambda: begun.parts)
+    wait_until(lambda: begun.parts)
     ending.vanish()
     assert begun.wait().code == "engine_failed"
     other.next_call().answer(texts(b"text"))
@@ -498,12 +491,12 @@ def test_a_request_sent_on_can_be_cancelled(make_engine: Callable[..., Engine], 
     ending.next_call()
     remote = ending.next_call()
     cancelled.cancel()
-    wait_for(remote.is_cancelled)
+    wait_until(remote.is_cancelled)
     ending.vanish()
     first, second = other.next_call(), other.next_call()
-    wait_for(lambda: first.is_cancelled() != second.is_cancelled())
+    wait_until(lambda: first.is_cancelled() != second.is_cancelled())
     call.cancel()
-    wait_for(lambda: first.is_cancelled() and second.is_cancelled())
+    wait_until(lambda: first.is_cancelled() and second.is_cancelled())
 
 
 @pytest.mark.parametrize("num_cycles", [10, pytest.param(100, marks=pytest.mark.full)])
@@ -528,7 +521,7 @@ def test_no_request_is_lost_while_a_version_comes_and_goes(
     for _ in range(num_cycles):
         engine = make_engine(2, kind=Prompt)
         wanted = len(outcomes) + 10
-        wait_for(lambda wanted=wanted: len(outcomes) > wanted)
+        wait_until(lambda wanted=wanted: len(outcomes) > wanted)
         engine.door.drain()
         engine.door.close()
     stop.set()
@@ -543,7 +536,7 @@ def test_requests_spread_over_the_instances_of_the_highest_version(
 ) -> None:
     old, first, second, other = make_engine(9), make_engine(10), make_engine(10), make_engine(11, "other")
     calls = [submit(engines, ClientCall()) for _ in range(6)]
-    wait_for(lambda: len(first.calls) == len(second.calls) == 3)
+    wait_until(lambda: len(first.calls) == len(second.calls) == 3)
     assert not old.calls
     assert not other.calls
     for remote in first.calls + second.calls:
@@ -562,7 +555,7 @@ def test_an_unloaded_engine_finishes_its_requests(make_engine: Callable[..., Eng
     remote = old.next_call()
     drain = threading.Thread(target=old.door.drain)
     drain.start()
-    wait_for(lambda: not find_addresses(MODEL))
+    wait_until(lambda: not find_addresses(MODEL))
     new = make_engine()
     after = submit(engines, ClientCall())
     new.next_call().answer(texts(b"new"))
@@ -598,9 +591,9 @@ def test_a_cancelled_request_stays_cancelled_across_an_unload(
     call = submit(engines, ClientCall())
     remote = first.next_call()
     call.cancel()
-    wait_for(remote.is_cancelled)
+    wait_until(remote.is_cancelled)
     remote.refuse(UnavailableError("shutting_down", "the model is being unloaded"))
-    wait_for(second.next_call().is_cancelled)
+    wait_until(second.next_call().is_cancelled)
 
 
 def test_a_begun_stream_is_not_forwarded_again(make_engine: Callable[..., Engine], engines: Engines) -> None:
@@ -756,7 +749,7 @@ def test_a_malformed_message_ends_its_connection_alone(
     with caplog.at_level(logging.INFO), connect() as peer:
         peer.sendall(HOSTILE[said])
         assert is_ended(peer)
-    wait_for(lambda: len(engine.door.all_peers()) == 1)
+    wait_until(lambda: len(engine.door.all_peers()) == 1)
     assert "prompt" not in caplog.text
     assert not remote.is_cancelled()
     remote.answer(texts(b"text"))
@@ -771,13 +764,13 @@ def test_half_a_message_does_not_delay_others(part: bytes, engine: Engine, engin
         engine.next_call().answer(texts(b"text"))
         assert call.wait() == [b"text"]
         assert len(engine.door.all_peers()) == 2
-    wait_for(lambda: len(engine.door.all_peers()) == 1)
+    wait_until(lambda: len(engine.door.all_peers()) == 1)
 
 
 def test_connections_are_bounded(engine: Engine, engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "MAX_CONNECTIONS", 2)
     with connect():
-        wait_for(lambda: len(engine.door.all_peers()) == 1)
+        wait_until(lambda: len(engine.door.all_peers()) == 1)
         call = submit(engines, ClientCall())
         remote = engine.next_call()
         with connect() as third:
@@ -800,9 +793,9 @@ def test_a_door_that_cannot_be_accepted_does_not_affect_others(
         patch.setattr(threading.Thread, "start", start_others)
         with connect() as peer:
             assert is_ended(peer)
-    wait_for(lambda: "a stream door could not be taken: RuntimeError" in caplog.text)
+    wait_until(lambda: "a stream door could not be taken: RuntimeError" in caplog.text)
     assert not engine.door.all_peers()
-    wait_for(lambda: threading.active_count() <= num_threads)
+    wait_until(lambda: threading.active_count() <= num_threads)
     call = submit(engines, ClientCall())
     engine.next_call().answer(texts(b"text"))
     assert call.wait() == [b"text"]
@@ -823,8 +816,8 @@ def test_a_peer_that_does_not_read_is_disconnected(
         remote.add(texts(b"quick"))
         remote.answer(texts(b"text"))
         assert call.wait() == [b"text"]
-        wait_for(stalled.is_cancelled)
-        wait_for(lambda: len(engine.door.all_peers()) == 1)
+        wait_until(stalled.is_cancelled)
+        wait_until(lambda: len(engine.door.all_peers()) == 1)
 
 
 def test_a_message_too_large_refuses_its_request_alone(
@@ -858,7 +851,7 @@ def test_a_delta_that_triton_rejects_ends_its_request_alone(engine: Engine, engi
     broken_remote, remote = engine.next_call(), engine.next_call()
     broken_remote.add(texts(b"piece"))
     assert broken.wait().code == "internal"
-    wait_for(broken_remote.is_cancelled)
+    wait_until(broken_remote.is_cancelled)
     remote.answer(texts(b"text"))
     assert other.wait() == [b"text"]
 

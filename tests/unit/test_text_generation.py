@@ -36,6 +36,7 @@ from hf_triton.tasks.text_generation.task import NUM_HOOK_THREADS, TextGeneratio
 from hf_triton.tasks.text_generation.tokenizer import TextCodec
 from tests.support.collector import Collector, config_of
 from tests.support.tokenizers import codec_of, raw_ids, tokenizer_of
+from tests.support.waiting import wait_until
 
 KIND = "byte_level"
 VOCABULARY_SIZE = len(tokenizer_of(KIND))
@@ -187,13 +188,6 @@ def send(
     reply.timeout_s, reply.asks_whether_cancelled = timeout_s, is_cancelled
     task.generate(reply, request_of(prompts, options, **parameters), config_of(streams=streams))
     return reply
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 10
-    while not is_so():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
 
 
 def error_code(reply: Collector) -> str:

@@ -6,7 +6,6 @@ import importlib
 import json
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +18,7 @@ from hf_triton.errors import CancelledError, HfTritonError, RequestError, Unavai
 from hf_triton.triton_backend import shared_memory
 from hf_triton.triton_backend.cancellation import RequestPoller
 from tests.support.triton_stand_in import FINAL, Request, Response, Sender, response_before_25_02, stand_in
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture
@@ -60,12 +60,6 @@ def test_an_error_may_be_the_final_response_of_a_stream(make_call: Callable[[Req
     call.refuse(HfTritonError("internal", "two"))
     assert texts_of(request.sender.parts) == [b"one"]
     assert [error.message for error in request.sender.sent] == ["internal: two"]
-
-
-def wait_until(is_true: Callable[[], bool]) -> None:
-    """Wait for what must come; one that does not ends the test by its timeout."""
-    while not is_true():
-        time.sleep(0.001)
 
 
 def test_a_cancellation_is_noticed_while_the_request_is_open(make_call: Callable[[Request], Any]) -> None:
