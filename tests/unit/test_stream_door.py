@@ -195,12 +195,6 @@ def test_a_request_arrives_as_it_was_and_its_answer_as_it_is(engine: Engine, eng
     assert engine.outcomes == ["ok"]
 
 
-@pytest.mark.parametrize("value", [None, [], {"a": "b"}, {"a": 1.5}, {"a": True}], ids=str)
-def test_other_parameters_are_refused(value: object) -> None:
-    with pytest.raises(ProtocolError):
-        read_parameters(value)
-
-
 def test_tensors_of_every_type_pass_unchanged() -> None:
     source = random.Random(0)
     arrays = {
@@ -857,11 +851,19 @@ def test_a_delta_that_triton_rejects_ends_its_request_alone(engine: Engine, engi
 
 
 @pytest.mark.parametrize(
-    "value", [None, [], ["INTERNAL", "internal"], ["NONE", "a", "b"], ["INTERNAL", 1, "b"]], ids=str
+    ("read", "value"),
+    [
+        *(
+            (read_error, value)
+            for value in (None, [], ["INTERNAL", "internal"], ["NONE", "a", "b"], ["INTERNAL", 1, "b"])
+        ),
+        *((read_parameters, value) for value in (None, [], {"a": "b"}, {"a": 1.5}, {"a": True})),
+    ],
+    ids=str,
 )
-def test_a_malformed_error_is_a_protocol_error(value: object) -> None:
+def test_malformed_parts_are_protocol_errors(read: Callable[[object], object], value: object) -> None:
     with pytest.raises(ProtocolError):
-        read_error(value)
+        read(value)
 
 
 def test_a_request_and_an_error_read_back_as_themselves() -> None:
