@@ -100,3 +100,10 @@ def test_logprobs_are_in_openais_form(client: openai.OpenAI) -> None:
         assert len(position.top_logprobs) == 3
         assert position.top_logprobs[0].logprob == position.logprob  # greedy
         assert position.top_logprobs[0].logprob >= position.top_logprobs[1].logprob
+
+
+def test_time_limit_ends_an_answer_with_length(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model="slow", messages=HELLO, max_tokens=100, extra_body={"max_time": 0.8})
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens < 20

@@ -307,6 +307,7 @@ def test_an_adapter_that_is_not_there(gateway: GatewayThread, case: str) -> None
 
 
 def test_models_are_listed_with_their_tasks(client: openai.OpenAI) -> None:
+    assert client.models.retrieve("minilm").model_dump()["max_model_len"] == 256  # as its modules cut texts
     assert {model.id: model.model_dump()["task"] for model in client.models.list()} == {
         "minilm": "embeddings",
         "minilm:law": "embeddings",

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from hf_triton.testing import TritonServer
+from hf_triton_gateway.agents.message_blocks import read_messages
 from hf_triton_gateway.chat.chat import ChatRequest
 from hf_triton_gateway.config import GatewayConfig
 from hf_triton_gateway.http import hints
@@ -99,6 +100,12 @@ def test_an_image_that_a_tool_answered_is_named() -> None:
     for role, content in (("tool", parts), ("user", parts), ("tool", "See:")):
         ChatRequest.model_validate({"model": "tiny", "messages": [{"role": role, "content": content}]}).generation("1")
     assert list(names) == ["messages.content.image_url"]
+    names = hints.begin()
+    used = {"type": "tool_use", "id": "1", "name": "look", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "image", "source": {}}]}
+    turns = [*HELLO, {"role": "assistant", "content": [used]}, {"role": "user", "content": [result]}]
+    read_messages(turns, None)
+    assert list(names) == ["messages.content.content.image"]
 
 
 @pytest.mark.parametrize("case", NOTHING)

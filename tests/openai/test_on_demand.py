@@ -310,6 +310,22 @@ def load(server: TritonServer, model: str, **config: Any) -> None:
     httpx.post(f"{server.http_url}/v2/repository/models/{model}/load", json=body, timeout=120).raise_for_status()
 
 
+def test_what_others_have_loaded_and_unloaded_is_repaired(repository: Path) -> None:
+    """A door that was not loaded with its model, or unloaded alone, is loaded; the model is not loaded again."""
+    with served(repository) as server, on_demand(server) as gateway, connected(gateway) as client:
+        load(server, "one")
+        wait_until(lambda: loaded(client) == {"one"})
+        text = ask(client, "one")
+        for _ in range(2):
+            assert "".join(stream(client, "one")) == text
+            unload(server, "one_stream")
+        assert "".join(stream(client, "one")) == text
+        assert "model_loads_total{" not in httpx.get(f"{gateway.url}/metrics").text
+        unload(server, "one")  # the door stays
+        assert "".join(stream(client, "one")) == text
+        assert ask(client, "one") == text
+
+
 def test_a_model_that_others_load_with_another_config_answers_at_once(quick: Path) -> None:
     with TritonServer(quick, arguments=EXPLICIT) as server, on_demand(server) as gateway:
         assert embed(gateway, "one").status_code == 200

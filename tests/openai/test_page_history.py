@@ -105,6 +105,17 @@ def test_a_browser_that_keeps_nothing_still_chats(
     assert chat.errors == []
 
 
+def test_what_another_release_has_kept_is_passed_over(open_page: Callable[..., Chat], gateway: GatewayThread) -> None:
+    chat = open_page()
+    chat.page.add_init_script(
+        "localStorage['hf_triton.chat.a'] = '{\"turns\":[{}]}'; localStorage['hf_triton.settings'] = '{broken';"
+        "sessionStorage['hf_triton.open'] = 'a'; localStorage['hf_triton.chat.b'] = 'null'"
+    )
+    chat.open(gateway.url)
+    chat.ask("Hello")
+    assert chat.errors == []
+
+
 # --- the model's defaults and context ---------------------------------------------------------------------------------
 
 

@@ -218,6 +218,7 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
         400,
         "parameters.top_k is no number that is taken",
     ),
+    "a model that is no name": ({"json": {"model": {"a": 1}, "inputs": "a"}}, 404, "the model "),
     "a wrong model": (
         {"params": {"model": "nobody"}, "json": {"inputs": "a"}},
         404,

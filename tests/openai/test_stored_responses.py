@@ -152,6 +152,20 @@ def ask(gateway: GatewayThread, **fields: Any) -> httpx.Response:
     return httpx.post(f"{gateway.url}/v1/responses", json={**ASKED, "max_output_tokens": 1, **fields}, timeout=60)
 
 
+def test_items_that_no_model_reads_are_not_kept(gateway: GatewayThread) -> None:
+    """However many and large they are: a request goes on behind them as behind none."""
+    unread = {"type": "reasoning", "summary": [], "encrypted_content": "x" * 500}
+    items: list[Any] = [unread] * 4000
+    made = ask(gateway, input=[*items, {"role": "user", "content": "one"}]).json()
+    for _ in range(3):
+        again = ask(gateway, input=[*items, {"role": "user", "content": "two"}], previous_response_id=made["id"])
+        assert again.status_code == 200, again.text
+        made = again.json()
+        assert made["store"] is True
+    listed = httpx.get(f"{gateway.url}/v1/responses/{made['id']}/input_items").json()
+    assert [item["content"] for item in listed["data"]] == ["two"]
+
+
 @pytest.mark.parametrize(
     ("past", "sentence"),
     [

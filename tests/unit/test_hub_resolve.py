@@ -264,6 +264,9 @@ def test_folder_is_absolute_or_relative_to_the_model_folder(tmp_path: Path) -> N
         ),
         ({"huggingface_model": "{ok}", "tokenizer": "./absent"}, "path_not_found", "correct tokenizer"),
         ({"huggingface_model": "{empty}"}, "checkpoint_incomplete", "copy the whole checkpoint there"),
+        ({"huggingface_model": "{pickle}"}, "weights_not_safe", "set allow_pickle to true"),
+        ({"huggingface_model": "{index}"}, "weights_not_safe", "'pytorch_model.bin', which is no safetensors file"),
+        ({"huggingface_model": "{adapter}"}, "unsupported_model", "has an adapter beside a model"),
     ],
 )
 def test_unusable_folder(tmp_path: Path, settings: dict[str, str], code: str, words: str) -> None:
