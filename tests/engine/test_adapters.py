@@ -2,7 +2,6 @@
 """LoRA adapters in both engines: each sequence has its own, in any company, as peft alone generates."""
 
 import gc
-import json
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -221,57 +220,6 @@ def test_a_peft_model_keeps_continuous_batching(checkpoint: Path, folders: dict[
             assert tokens == generate_with(checkpoint, folder, prompt, NUM_TOKENS)
     finally:
         started.engine.close()
-
-
-@pytest.mark.parametrize(
-    ("config", "edit", "words"),
-    [
-        ({}, ("q_proj", "nothing"), "has, and target_modules does not name, .*q_proj"),
-        ({"use_dora": True}, ("", ""), "DoRA"),
-        ({"alora_invocation_tokens": [3]}, ("", ""), "aLoRA"),
-        ({}, ('"r": 4', '"r": 8'), r"other shapes than the model, as .*lora_A.weight: \[4, 64\] in place of \[8, 64\]"),
-        ({}, ('"peft_type": "LORA"', '"peft_type": "NEW"'), "cannot be read"),
-    ],
-)
-def test_adapters_that_do_not_fit_are_refused(
-    config: dict[str, Any],
-    edit: tuple[str, str],
-    words: str,
-    checkpoint: Path,
-    folders: dict[str, Path],
-    tmp_path: Path,
-) -> None:
-    folder = save_adapter(checkpoint, tmp_path / "adapter", **config)
-    file = folder / "adapter_config.json"
-    file.write_text(file.read_text().replace(*edit))
-    model = load_model(checkpoint)
-    adapters = Adapters(model)
-    good = adapters.load(folders["all"])
-    with pytest.raises(CheckpointError, match=words) as refused:
-        adapters.load(folder)
-    assert refused.value.code == "adapter_invalid"
-    assert set(model.peft_config) == {good.key}
-
-
-@pytest.mark.parametrize(
-    "option", [{"init_lora_weights": "pissa"}, {"bias": "all"}, {"layer_replication": [[0, 2], [1, 2]]}, {}]
-)
-def test_adapters_that_change_the_base_model_are_refused(
-    option: dict[str, Any], checkpoint: Path, tmp_path: Path
-) -> None:
-    folder = save_adapter(checkpoint, tmp_path / "adapter")
-    file = folder / "adapter_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **option}))
-    model = load_model(checkpoint)
-    if not option:  # a tensor of the base model in the adapter's file
-        norm = {"base_model.model.model.norm.weight": torch.zeros_like(model.model.norm.weight)}
-        weights = folder / "adapter_model.safetensors"
-        save_file({**load_file(weights), **norm}, weights)
-    with torch.inference_mode():
-        before = model(torch.arange(5, 20)[None]).logits
-        with pytest.raises(CheckpointError, match="merge it into its base model"):
-            Adapters(model).load(folder)
-        assert torch.equal(model(torch.arange(5, 20)[None]).logits, before)
 
 
 def test_adapters_of_another_model_are_refused(checkpoint: Path, folders: dict[str, Path], tmp_path: Path) -> None:

@@ -35,18 +35,6 @@ def phi3(**changes: Any) -> Any:
     return build(name, arguments | changes)
 
 
-class Watcher(Observer):
-    def __init__(self) -> None:
-        self.shared: list[int] = []
-        self.num_preempted = 0
-
-    def on_prefix_hit(self, num_tokens: int) -> None:
-        self.shared.append(num_tokens)
-
-    def on_preempt(self, num_sequences: int) -> None:
-        self.num_preempted += num_sequences
-
-
 def tokens_of(length: int, seed: int = 0) -> list[int]:
     source = random.Random(seed)
     return [source.randrange(3, 300) for _ in range(length)]

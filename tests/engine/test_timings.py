@@ -212,29 +212,6 @@ def test_timings_of_several_prompts_are_those_of_the_first(start: Callable[..., 
     assert timings[NAMES[1]] < timings[NAMES[2]] - others_us
 
 
-@pytest.mark.parametrize("error", ["invalid_parameter", "context_exceeded"])
-def test_errors_carry_no_timings(start: Callable[..., TritonPythonModel], error: str) -> None:
-    model = start(Meter())
-    wrong = {"top_p": 2.0} if error == "invalid_parameter" else {"max_new_tokens": 100_000}
-    requests = [Request("x", **wrong), Request("x", return_timings=True, **wrong)]
-    model.execute(requests)
-    without, with_timings = (request.wait() for request in requests)
-    assert with_timings.error is not None
-    assert without.error is not None
-    assert (with_timings.error.message, with_timings.error.code) == (without.error.message, without.error.code)
-    assert with_timings.error.message.startswith(f"{error}: ")
-    assert with_timings.parameters() == "{}"
-
-
-def test_a_stream_has_timings_in_its_last_response(start: Callable[..., TritonPythonModel]) -> None:
-    model = start(Meter(), is_decoupled=True)
-    request = Request("x", stream=True, return_timings=True)
-    model.execute([request])
-    times_of(request.wait())
-    assert len(request.sender.parts) > 1
-    assert {part.parameters() for part in request.sender.parts} == {"{}"}
-
-
 def test_timings_pass_a_stream_door(
     start: Callable[..., TritonPythonModel], door: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,17 +2,14 @@
 """Agents that call two tools, by the real clients of OpenAI's Responses API and Anthropic's Messages API."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from tests.support.gateway import GatewayThread
-from tests.support.writing_model import RESULTS, write_script
 from tests.support.writing_model import call as call_of
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -91,12 +88,6 @@ def test_agent_of_messages_calls_two_tools(messages: Any, is_stream: bool) -> No
     assert (answer.content[0].thinking, answer.content[1].text) == ("I know.", "Sunny.")
 
 
-def city_of(called: Any) -> str:
-    """What a call of chat or of responses asks for."""
-    city: str = json.loads(getattr(called, "function", called).arguments)["city"]
-    return city
-
-
 def result_of(block: Any) -> dict[str, Any]:
     content = [{"type": "text", "text": OUTPUTS[block.name]}]
     return {"type": "tool_result", "tool_use_id": block.id, "content": content}
@@ -112,37 +103,6 @@ def test_one_answer_makes_two_calls(responses: Any, messages: Any, is_stream: bo
     one = {"type": "auto", "disable_parallel_tool_use": True}
     message = send(messages, is_stream, model="writes", messages=chat, tools=ANTHROPIC_TOOLS, tool_choice=one)
     assert [(block.name, block.input) for block in message.content] == CALLS[:1]
-
-
-@pytest.mark.parametrize("api", ["chat", "responses", "messages"])
-def test_results_out_of_order_are_read_in_the_order_of_their_calls(
-    openai_agent: openai.OpenAI, messages: Any, tmp_path: Path, api: str
-) -> None:
-    """The first answer makes three calls, the second one says what was read of them."""
-    three = "\n".join(call("weather", city) for city in ("Rom", "Ulm", "Ey"))
-    items: list[Any] = [{"role": "user", "content": write_script(tmp_path / "script.json", [three, RESULTS])}]
-    if api == "chat":
-        tools = [{"type": "function", "function": {"name": tool["name"]}} for tool in OPENAI_TOOLS]
-        create: Any = openai_agent.chat.completions.create
-        said = create(model="writes", messages=items, tools=tools).choices[0].message
-        items += [
-            said,
-            *({"role": "tool", "tool_call_id": one.id, "content": city_of(one)} for one in said.tool_calls[::-1]),
-        ]
-        text = create(model="writes", messages=items, tools=tools).choices[0].message.content
-    elif api == "responses":
-        called = respond(openai_agent.responses, False, model="writes", input=items, tools=OPENAI_TOOLS).output
-        items += called
-        items += [
-            {"type": "function_call_output", "call_id": one.call_id, "output": city_of(one)} for one in called[::-1]
-        ]
-        text = respond(openai_agent.responses, False, model="writes", input=items, tools=OPENAI_TOOLS).output_text
-    else:
-        called = send(messages, False, model="writes", messages=items, tools=ANTHROPIC_TOOLS).content
-        results = [{"type": "tool_result", "tool_use_id": one.id, "content": one.input["city"]} for one in called[::-1]]
-        items += [{"role": "assistant", "content": called}, {"role": "user", "content": results}]
-        text = send(messages, False, model="writes", messages=items, tools=ANTHROPIC_TOOLS).content[-1].text
-    assert text == "Rom Ulm Ey"
 
 
 def test_events_of_reasoning_text_and_call(agents: GatewayThread) -> None:

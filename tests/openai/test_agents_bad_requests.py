@@ -49,14 +49,12 @@ RESPONSES: dict[str, tuple[dict[str, object], str | None, str]] = {
     "content is an empty array": (item(role="user", content=[]), "input[1].content", "empty"),
     "call without a name": (item(type="function_call", call_id="1", arguments="{}"), "input[1].name", "is required"),
     "output without a call": (item(type="function_call_output", output="a"), "input[1].call_id", "is required"),
-    "instructions are a list": (asks(instructions=["a"]), "instructions", "instructions must be a string"),
     "field of the chat": (asks(max_tokens=3), "max_tokens", "there is no field 'max_tokens'"),
     "conversation": (asks(conversation="conv_1"), "conversation", "keeps responses alone"),
     "background": (asks(background=True), "background", "null or false"),
     "stored prompt": (asks(prompt={"id": "pmpt_1"}), "prompt", "stored prompt"),
     "truncation": (asks(truncation="auto"), "truncation", "'disabled'"),
     "included field of no kind": (asks(include=["a"]), "include", "include"),
-    "top_logprobs is 21": (asks(top_logprobs=21), "top_logprobs", "<= 20"),
     "two tools of one name": (asks(tools=[TOOL, {"type": "custom", "name": TOOL["name"]}]), "tools", "several"),
     "custom tool without a name": (asks(tools=[{"type": "custom"}]), "tools[0].name", "is required"),
     "custom format of no kind": (asks(tools=[CUSTOM | {"format": {"type": "json"}}]), "tools[0].format", "grammar"),
@@ -84,8 +82,6 @@ RESPONSES: dict[str, tuple[dict[str, object], str | None, str]] = {
         "tool_choice",
         "'c'",
     ),
-    "tool without a name": (asks(tools=[{"type": "function"}]), "tools[0].name", "tools[0].name is required"),
-    "tools are text": (asks(tools="f"), "tools", "tools must be a JSON array"),
     "tool_choice of no kind": (asks(tools=[TOOL], tool_choice="some"), "tool_choice", "required"),
     "tool_choice of a hosted tool": (
         asks(tools=[TOOL], tool_choice={"type": "file_search"}),
@@ -99,12 +95,7 @@ RESPONSES: dict[str, tuple[dict[str, object], str | None, str]] = {
     ),
     "tool_choice without tools": (asks(tool_choice="required"), "tool_choice", "without tools"),
     "max_output_tokens is 0": (asks(max_output_tokens=0), "max_output_tokens", "an integer >= 1, got 0"),
-    "more tokens than the context": (asks(max_output_tokens=100_000), "max_output_tokens", "max_output_tokens <= "),
-    "temperature is hot": (asks(temperature=101), "temperature", "temperature must be a number >= 0 and <= 100"),
-    "top_p is 0": (asks(top_p=0), "top_p", "top_p must be a number > 0"),
-    "text is text": (asks(text="json"), "text", "text must be a JSON object"),
     "format of no kind": (asks(text={"format": {"type": "xml"}}), "text.format", "`json_object`"),
-    "format without a schema": (asks(text={"format": {"type": "json_schema"}}), "text.format", "schema"),
     "schema with an unknown type": (
         asks(text={"format": {"type": "json_schema", "name": "a", "schema": NO_TYPE}}),
         "text.format",
@@ -144,7 +135,6 @@ MESSAGES: dict[str, tuple[dict[str, object], str]] = {
     "block without a type": (block(text="a"), "messages[2].content[0] must be like"),
     "text without text": (block(type="text"), "messages[2].content[0].text is required"),
     "image": (block(type="image", source={"type": "url", "url": "a"}), "messages[2].content[0] is of type 'image'"),
-    "document": (block(type="document", source={}), "'document'"),
     "hosted tool's result": (block(type="web_search_tool_result", tool_use_id="1", content=[]), "'web_search_tool_"),
     "tool use of the user": (block(type="tool_use", id="1", name="f", input={}), "of role 'user'"),
     "tool use without a name": (
@@ -156,16 +146,9 @@ MESSAGES: dict[str, tuple[dict[str, object], str]] = {
     "system has an image": (says(system=[{"type": "image", "source": {}}]), "system[0] is of type 'image'"),
     "field of the chat": (says(stop=["a"]), "did you mean"),
     "max_tokens is 0": (says(max_tokens=0), "max_tokens must be an integer >= 1, got 0"),
-    "max_tokens is text": (says(max_tokens="many"), "max_tokens must be"),
-    "more tokens than the context": (says(max_tokens=100_000), "max_tokens <= "),
-    "temperature is hot": (says(temperature=101), "temperature must be a number >= 0 and <= 100"),
-    "top_k is -2": (says(top_k=-2), "top_k must be an integer >= -1"),
-    "stop sequences are text": (says(stop_sequences="a"), "stop_sequences must be a JSON array"),
-    "17 stop sequences": (says(stop_sequences=["a"] * 17), "stop_sequences has 17 items"),
     "tool without a schema": (says(tools=[{"name": "f"}]), "tools[0].input_schema is required"),
     "tool without a name": (says(tools=[{"input_schema": {}}]), "tools[0].name is required"),
     "tool_choice of no kind": (says(tools=[], tool_choice={"type": "some"}), "tool_choice must be of type"),
-    "tool_choice without a name": (says(tool_choice={"type": "tool"}), "tool_choice must be of type"),
     "tool_choice of an unknown tool": (
         says(tools=[{"name": "f", "input_schema": {}}], tool_choice={"type": "tool", "name": "g"}),
         "'g'",
@@ -176,7 +159,6 @@ MESSAGES: dict[str, tuple[dict[str, object], str]] = {
         "thing",
     ),
     "container": (says(container="c"), "container is for tools that run on the server"),
-    "stream without a door": (says(stream=True), "copy the folder `stream_door/`"),
     "half of a surrogate pair": (says({"role": "user", "content": "\ud800"}), "surrogate"),
 }
 """Request and a piece of the sentence; the status is 400."""
@@ -185,12 +167,6 @@ MESSAGES: dict[str, tuple[dict[str, object], str]] = {
 def post(gateway: GatewayThread, path: str, body: Any) -> httpx.Response:
     headers = {"content-type": "application/json"}
     return httpx.post(gateway.url + path, content=json.dumps(body), headers=headers, timeout=60)
-
-
-@pytest.mark.parametrize("name", RESPONSES)
-def test_param_is_a_field_of_the_request(name: str) -> None:
-    body, param, piece = RESPONSES[name]
-    assert param is None or has_field(body, param) or piece.endswith("is required")
 
 
 @pytest.mark.parametrize("name", RESPONSES)
@@ -204,6 +180,7 @@ def test_bad_response_is_refused(gateway: GatewayThread, name: str) -> None:
     assert piece in error["message"], error
     assert not re.search(OURS, answer.text), error
     assert error["param"] == param, error
+    assert param is None or has_field(body, param) or piece.endswith("is required")
 
 
 @pytest.mark.parametrize("name", MESSAGES)

@@ -32,18 +32,11 @@ VALUES = ("-7", "words", "[[]]", '{"type": "frobnicate"}', str(2**40), "", "x" *
 FILES: dict[str, bytes] = {
     "is empty: give a file of WAV, FLAC": b"",
     "is not WAV, FLAC, OGG, MP3 or AIFF, nor base64": b"words",
-    "is WebM, which is not read": b"\x1a\x45\xdf\xa3" + bytes(20),
     "is MP4 or M4A, which is not read": b"\0\0\0\x20ftypM4A " + bytes(20),
-    "cannot be read as WAV, FLAC": b"RIFF" + bytes(40),
-    "holds no sound": encode(sound(0)),
-    "has a sample rate of 500 Hz": encode(sound(1), 500),
     f"has 5.3 s, more than the {MAX_SECONDS} s": encode(sound(5.3)),
 }
 FORMS: tuple[tuple[dict[str, Any], str, str], ...] = (
     ({"model": "whisper", "temperature": "-7"}, "temperature", "got -7"),
-    ({"model": "whisper", "temperature": "warm"}, "temperature", "got 'warm'"),
-    ({"model": "whisper", "prompt": "<|en|>"}, "prompt", "prompt holds a special token"),
-    ({"model": "whisper", "prompt": "x" * 11_000}, "prompt", "prompt must be a string of up to 10000 characters"),
     ({"model": "whisper", "prompt": ["a", "b"]}, "prompt", "prompt is given 2 times"),
     ({"model": "whisper", "max_new_tokens": "9"}, "max_new_tokens", "there is no field 'max_new_tokens'"),
     ({"model": "whisper", "modalities": "audio"}, "modalities", "there is no field 'modalities'"),
@@ -70,18 +63,13 @@ ADDRESS = {"type": "image_url", "image_url": {"url": "https://example.com/cat.pn
 OF_IMAGES: tuple[tuple[str, dict[str, Any], str, str], ...] = (
     ("embeddings", {"input": [BROKEN]}, "input", "input is not PNG, JPEG, WebP or GIF, nor base64 of it"),
     ("embeddings", {"input": ["a", IMAGE, BROKEN]}, "input", "nor base64 of it (row 2)"),
-    ("embeddings", {"input": ["a", "b", BROKEN]}, "input", "nor base64 of it (row 2)"),
     ("embeddings", {"input": ["a", ADDRESS]}, "input[1].image_url", "input[1].image_url must be a data URI"),
     ("embeddings", {"input": ["a", {"type": "image"}]}, "input[1].type", "input[1].type must be `image_url`"),
-    ("embeddings", {"input": [{"type": "text", "text": ""}]}, "input[0].text", "input[0].text must be"),
     ("embeddings", {"input": [IMAGE], "dimensions": 9999}, "dimensions", "dimensions must be"),
     ("embeddings", {"messages": [{"content": [BROKEN]}]}, "messages[0].content", "messages[0].content is not PNG"),
-    ("embeddings", {"messages": [{"content": [ADDRESS]}]}, "messages[0].content[0].image_url", "must be a data URI"),
     ("embeddings", {"messages": [{"content": ""}]}, "messages", "messages is empty"),
     ("classify", {"input": BROKEN["image_url"]}, "input", "input is not PNG, JPEG, WebP or GIF, nor base64 of it"),
-    ("classify", {"input": [IMAGE, BROKEN]}, "input", "nor base64 of it (row 1)"),
     ("classify", {"input": [IMAGE, "words"]}, "input", "input holds texts and images"),
-    ("classify", {"input": [IMAGE], "top_k": 0}, "top_k", "top_k must be an integer >= 1"),
     ("classify", {"input": [{"type": "image_url", "image_url": {"url": 5}}]}, "input[0].image_url.url", "a string"),
     ("embeddings", {"input": [IMAGE], "prompt_name": "a"}, "prompt_name", "no input or parameter 'prompt_name'"),
 )

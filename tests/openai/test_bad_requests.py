@@ -14,7 +14,6 @@ from tests.support.gateway import GatewayThread, has_field, num_running, wait_un
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "Hello!"}]
 CANARY = "canary-4711"
-SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
 SELF = {"type": "object", "properties": {"a": {"$ref": "#/$defs/a"}}, "required": ["a"]}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 
@@ -44,46 +43,21 @@ FIELDS: dict[str, tuple[tuple[str, object], str | None, str]] = {
     "message is text": (chat(messages=["Hello"]), "messages", "messages[0] must be a JSON object, got 'Hello'"),
     "message without a role": (message(content="a"), "messages[0]", "role"),
     "role that nobody knows": (message(role="usr", content="a"), "messages[0].role", "function or one"),
-    "message with a misspelt field": (message(role="user", content="a", nam="b"), "messages[0]", "'nam', did you mean"),
-    "content is a number": (message(role="user", content=1), "messages[0]", "content"),
     "image": (
         message(role="user", content=[{"type": "image_url", "image_url": {"url": "data:,"}}]),
         "messages[0]",
         "'image_url'",
     ),
-    "audio part": (message(role="user", content=[{"type": "input_audio", "input_audio": {}}]), "messages[0]", "audio"),
-    "part without a type": (message(role="user", content=[{"text": "a"}]), "messages[0]", "text"),
-    "content is an empty array": (message(role="user", content=[]), "messages[0]", "empty"),
     "temperature is hot": (chat(temperature=101), "temperature", "temperature must be a number >= 0 and <= 100"),
-    "temperature is text": (chat(temperature="hot"), "temperature", "got 'hot'"),
-    "temperature is a boolean": (chat(temperature=True), "temperature", "got true"),
-    "top_p is 0": (chat(top_p=0), "top_p", "top_p must be a number > 0 and <= 1, got 0"),
-    "top_k is -2": (chat(top_k=-2), "top_k", "top_k must be an integer >= -1"),
-    "min_p is 2": (chat(min_p=2), "min_p", "min_p must be"),
-    "max_tokens is negative": (chat(max_tokens=-2), "max_tokens", "max_tokens must be an integer >= 1"),
     "max_tokens is 0": (chat(max_tokens=0), "max_tokens", "max_tokens must be an integer >= 1"),
     "max_tokens is 0 without echo": (completion(max_tokens=0), "max_tokens", "0 with echo true"),
-    "max_tokens is a fraction": (chat(max_tokens=1.5), "max_tokens", "got 1.5"),
-    "max_tokens is text": (completion(max_tokens="many"), "max_tokens", "max_tokens must be"),
     "max_completion_tokens is 0": (chat(max_completion_tokens=0), "max_completion_tokens", "an integer >= 1"),
-    "min_tokens above max_tokens": (chat(max_tokens=2, min_tokens=3), "min_tokens", "is more than max_tokens 2"),
     "n is 0": (chat(n=0), "n", "n must be an integer >= 1 and <= 64"),
-    "n is 65": (chat(n=65), "n", "n must be an integer >= 1 and <= 64"),
-    "n without sampling": (chat(n=2, temperature=0), "n", "sampling"),
-    "best_of below n": (completion(n=3, best_of=2, temperature=1), "best_of", "is less than n 3"),
-    "best_of in a stream": (completion(model="decoupled", best_of=2, stream=True, temperature=1), "best_of", "best_of"),
-    "seed is negative": (chat(seed=-2), "seed", "seed must be an integer >= 0"),
-    "penalty of 3": (chat(presence_penalty=3), "presence_penalty", ">= -2 and <= 2"),
-    "stop is a number": (chat(stop=1), "stop", "stop must be a string or a JSON array"),
     "stop has a number": (chat(stop=["a", 1]), "stop", "stop[1] must be a string, got 1"),
-    "stop of 17 strings": (chat(stop=["a"] * 17), "stop", "stop has 17 items, more than the 16"),
-    "logit_bias of words": (chat(logit_bias={"a": 1}), "logit_bias", "logit_bias must be a JSON object"),
-    "logit_bias of 101": (chat(logit_bias={"5": 101}), "logit_bias", "<= 100"),
     "logprobs is a number": (chat(logprobs=3), "logprobs", "logprobs must be true or false, got 3"),
     "top_logprobs alone": (chat(top_logprobs=3), "top_logprobs", "logprobs true"),
     "top_logprobs is 21": (chat(logprobs=True, top_logprobs=21), "top_logprobs", "<= 20"),
     "logprobs of a completion is true": (completion(logprobs=True), "logprobs", "logprobs must be an integer"),
-    "logprobs of a completion is 21": (completion(logprobs=21), "logprobs", "<= 20"),
     "stream is text": (chat(stream="yes"), "stream", "stream must be true or false"),
     "stream without a door": (chat(stream=True), "stream", "copy the folder `stream_door/`"),
     "stream_options without stream": (chat(stream_options={"include_usage": True}), "stream_options", "stream true"),
@@ -91,19 +65,6 @@ FIELDS: dict[str, tuple[tuple[str, object], str | None, str]] = {
         chat(model="decoupled", stream=True, stream_options={"x": 1}),
         "stream_options.x",
         "there is no field 'stream_options.x'",
-    ),
-    "response_format is text": (chat(response_format="json"), "response_format", "must be an object: "),
-    "response_format of no kind": (chat(response_format={"type": "xml"}), "response_format", "`json_object`"),
-    "response_format without a schema": (chat(response_format={"type": "json_schema"}), "response_format", "schema"),
-    "schema with an unknown type": (
-        chat(response_format={"type": "json_schema", "json_schema": {"schema": {"type": "thing"}}}),
-        "response_format",
-        "thing",
-    ),
-    "schema without an end": (
-        chat(response_format={"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}),
-        "response_format",
-        "no finite text",
     ),
     "parameters without an end": (
         chat(
@@ -113,38 +74,14 @@ FIELDS: dict[str, tuple[tuple[str, object], str | None, str]] = {
         "tool_choice",
         "the schema of the tool 'f' cannot be read: $ref",
     ),
-    "grammar that cannot go on": (
-        completion(guided_grammar='start: "a" b\nb: b "c"'),
-        "guided_grammar",
-        "leads to a text",
-    ),
-    "two grammars": (chat(guided_regex="a", guided_choice=["a"]), "guided_regex", "both constrain"),
-    "regex that is none": (chat(guided_regex="(("), "guided_regex", "guided_regex"),
-    "format without an end": (chat(response_format=SCHEMA, ignore_eos=True), "ignore_eos", "would end the output"),
-    "stop_token_ids": (chat(stop_token_ids=[-1]), "stop_token_ids", "stop_token_ids must be"),
     "echo of a chat": (chat(echo=True), "echo", "/v1/completions"),
     "store": (chat(store=True), "store", "store keeps completions"),
     "audio": (chat(modalities=["text", "audio"]), "modalities", "modalities"),
     "functions": (chat(functions=[TOOL]), "functions", "tools"),
     "suffix": (completion(suffix="end"), "suffix", "suffix"),
-    "beam search of no width": (completion(use_beam_search=True), "use_beam_search", "needs n, the number"),
-    "beam search in the continuous engine": (
-        completion(use_beam_search=True, n=2),
-        "use_beam_search",
-        "needs the batch engine, and this model runs in the continuous one",
-    ),
-    "beam search and a temperature": (
-        completion(use_beam_search=True, n=2, temperature=0.5),
-        "temperature",
-        "temperature cannot be combined with",
-    ),
-    "length penalty": (chat(length_penalty=11), "length_penalty", "length_penalty must be a number >= -10 and <= 10"),
+    "documents": (chat(documents=[{"title": "a", "text": "b"}]), "documents", "documents"),
+    "beam search": (completion(use_beam_search=True, n=2), "use_beam_search", "needs the batch engine"),
     "special tokens": (completion(skip_special_tokens=False), "skip_special_tokens", "always true"),
-    "stop string in the output": (
-        chat(include_stop_str_in_output=1),
-        "include_stop_str_in_output",
-        "must be true or false",
-    ),
     "tool choice of no kind": (chat(tools=[TOOL], tool_choice="maybe"), "tool_choice", "maybe"),
     "tool choice of no tool": (
         chat(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "g"}}),
@@ -152,32 +89,15 @@ FIELDS: dict[str, tuple[tuple[str, object], str | None, str]] = {
         "'g'",
     ),
     "tool choice without tools": (chat(tool_choice="required"), "tool_choice", "tools"),
-    "no adapter's name": (completion(lora_name=5), "lora_name", "lora_name must be a string"),
     "tools are text": (chat(tools="f"), "tools", "tools must be a JSON array"),
     "tool without a function": (chat(tools=[{"type": "web_search"}, {"type": "function"}]), "tools[1]", "function"),
-    "tool choice and no tool": (chat(tools=[], tool_choice="required"), "tool_choice", "add tools"),
-    "tool choice and a hosted tool": (
-        chat(tools=[{"type": "web_search"}], tool_choice={"type": "function", "function": {"name": "g"}}),
-        "tool_choice",
-        "add tools",
-    ),
-    "messages to continue": (chat(continue_final_message=True), "continue_final_message", "continue_final_message"),
-    "variable that is the server's": (
-        chat(chat_template_kwargs={"messages": []}),
-        "chat_template_kwargs",
-        "chat_template_kwargs cannot set messages",
-    ),
     "prompt is empty": (completion(prompt=[]), "prompt", "prompt holds no prompt"),
     "prompt of no token ids": (completion(prompt=[[]]), "prompt", "prompt holds no prompt"),
     "prompt is a number": (completion(prompt=1), "prompt", "prompt must be"),
     "prompt mixes texts and ids": (completion(prompt=["a", 1]), "prompt", "prompt[1] must be a string, got 1"),
-    "prompt is too long": (completion(prompt="word " * 800), "prompt", "context"),
-    "prompt of many bytes": (completion(prompt="word " * 5000), "prompt", "bytes"),
-    "more tokens than the context": (chat(max_tokens=100_000), "max_tokens", "max_tokens <= "),
     "priority of 101": (chat(priority=101), "priority", "priority must be an integer"),
     "timeout of 0": (chat(timeout=0), "timeout", "timeout must be a number > 0"),
     "half of a surrogate pair": (message(role="user", content="\ud800"), None, "surrogate"),
-    "half of a surrogate pair in a prompt": (completion(prompt="\ud800"), None, "surrogate"),
     "chat of a model without a template": (
         chat(model="bare"),
         "messages",
@@ -201,10 +121,7 @@ FIELDS: dict[str, tuple[tuple[str, object], str | None, str]] = {
 RAW: dict[str, tuple[str, str, bytes, dict[str, str], int, str]] = {
     "no body": ("POST", CHAT, b"", {}, 400, "body"),
     "no JSON": ("POST", CHAT, b"{'a': 1}", {}, 400, "not JSON"),
-    "half of a body": ("POST", CHAT, b'{"model": "tiny"', {}, 400, "not JSON"),
     "an array": ("POST", CHAT, b"[]", {}, 400, "object"),
-    "a number": ("POST", CHAT, b"1", {}, 400, "object"),
-    "null": ("POST", CHAT, b"null", {}, 400, "object"),
     "no UTF-8": ("POST", CHAT, b'{"model": "\xff"}', {}, 400, "not JSON that can be read"),
     "NaN": (
         "POST",
@@ -215,15 +132,6 @@ RAW: dict[str, tuple[str, str, bytes, dict[str, str], int, str]] = {
         "",
     ),
     "nested deeply": ("POST", CHAT, b'{"a":' * 50_000, {}, 400, "not JSON that can be read"),
-    "many arrays": (
-        "POST",
-        CHAT,
-        b'{"messages": [%b]}' % b",".join([b"[]"] * 70_000),
-        {},
-        413,
-        "65536 arrays, objects or names",
-    ),
-    "many numbers": ("POST", COMPLETIONS, b'{"prompt": [%b]}' % b",".join([b"1"] * 600_000), {}, 413, "524288 values"),
     "number of 10,000 digits": ("POST", COMPLETIONS, b'{"seed": ' + b"9" * 10_000 + b"}", {}, 400, ""),
     "form": ("POST", CHAT, b"{}", {"content-type": "application/x-www-form-urlencoded"}, 415, "Content-Type"),
     "unknown endpoint": ("POST", "/v1/chat", b"{}", {}, 404, "no endpoint POST /v1/chat"),
@@ -265,12 +173,6 @@ def check(answer: httpx.Response, status: int, piece: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_param_is_a_field_of_the_request(name: str) -> None:
-    (_, body), param, piece = FIELDS[name]
-    assert param is None or has_field(body, param) or "is required" in piece
-
-
-@pytest.mark.parametrize("name", FIELDS)
 def test_bad_field_is_refused_by_its_name(gateway: GatewayThread, name: str) -> None:
     (path, body), param, piece = FIELDS[name]
     answer = httpx.post(
@@ -280,6 +182,7 @@ def test_bad_field_is_refused_by_its_name(gateway: GatewayThread, name: str) -> 
         timeout=60,
     )
     assert check(answer, 400, piece)["param"] == param
+    assert param is None or has_field(body, param) or "is required" in piece
 
 
 @pytest.mark.parametrize("name", RAW)

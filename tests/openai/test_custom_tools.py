@@ -146,25 +146,6 @@ def test_allowed_tools_are_required(responses: Any, is_stream: bool) -> None:
     assert {(item.type, item.name) for item in answer.output} == {("function_call", "weather")}
 
 
-def test_image_of_a_tool_is_told_to_the_model(agents: GatewayThread) -> None:
-    """On /v1/messages as above: the agent cannot help what a tool answers."""
-    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
-    content = [{"type": "text", "text": "say:</think>Seen."}, image]
-    result = {"type": "tool_result", "tool_use_id": "call_1", "content": content}
-    body = {
-        "model": "free",
-        "max_tokens": 8,
-        "messages": [
-            {"role": "user", "content": "Look."},
-            {"role": "assistant", "content": [{"type": "tool_use", "id": "call_1", "name": "look", "input": {}}]},
-            {"role": "user", "content": [result]},
-        ],
-    }
-    answer = httpx.post(f"{agents.url}/v1/messages", json=body, timeout=60)
-    assert answer.status_code == 200, answer.text
-    assert answer.headers["x-hf-triton-ignored"] == "messages.content.content.image"
-
-
 LOGPROBS: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
 
 

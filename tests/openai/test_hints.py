@@ -10,6 +10,7 @@ import pytest
 from hf_triton.testing import TritonServer
 from hf_triton_gateway.chat.chat_completions import ChatRequest
 from hf_triton_gateway.gateway_config import GatewayConfig
+from hf_triton_gateway.agents.message_blocks import read_messages
 from hf_triton_gateway.http import hints
 from hf_triton_gateway.http.bodies import LARGE_BYTES
 from tests.support.gateway import GatewayThread
@@ -61,13 +62,7 @@ HINTS: dict[str, tuple[str, dict[str, Any], str]] = {
         {"system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]},
         "system.cache_control",
     ),
-    "a tool of the server": (CHAT, {"tools": [{"type": "web_search"}], "tool_choice": "auto"}, "tools.web_search"),
     "a tool of OpenAI": (RESPONSES, {"tools": [{"type": "mcp", "server_label": "a"}]}, "tools.mcp"),
-    "a tool of Anthropic": (
-        MESSAGES,
-        {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
-        "tools.web_search_20250305",
-    ),
     "a tool that is counted": (TOKENIZE, {"tools": [{"type": "web_search"}]}, "tools.web_search"),
     "a name of many words": (CHAT, {"a secret\r\nx-evil: 1": None}, hints.OTHER),
 }
@@ -105,6 +100,12 @@ def test_an_image_that_a_tool_answered_is_named() -> None:
     for role, content in (("tool", parts), ("user", parts), ("tool", "See:")):
         ChatRequest.model_validate({"model": "tiny", "messages": [{"role": role, "content": content}]}).generation("1")
     assert list(names) == ["messages.content.image_url"]
+    names = hints.begin()
+    used = {"type": "tool_use", "id": "1", "name": "look", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "image", "source": {}}]}
+    turns = [*HELLO, {"role": "assistant", "content": [used]}, {"role": "user", "content": [result]}]
+    read_messages(turns, None)
+    assert list(names) == ["messages.content.content.image"]
 
 
 @pytest.mark.parametrize("case", NOTHING)

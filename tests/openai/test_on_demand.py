@@ -51,10 +51,6 @@ class TritonPythonModel:
         tensors = [pb_utils.Tensor(name, array) for name, array in OUTPUTS.items()]
         return [pb_utils.InferenceResponse(tensors) for _ in requests]
 """
-BROKEN_HOOK = """
-    def initialize(self, args):
-        raise pb_utils.TritonModelException("a wheel is missing")
-"""
 
 
 @pytest.fixture(scope="module")
@@ -74,13 +70,12 @@ def repository(tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[.
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models that are loaded in a moment and answer with their numbers; `broken`, which is not loaded."""
+    """Models that are loaded in a moment and answer with their numbers."""
     root = tmp_path_factory.mktemp("quick")
-    for number, name in enumerate((*NAMES, "broken"), start=1):
+    for number, name in enumerate(NAMES, start=1):
         (root / name / "1").mkdir(parents=True)
         (root / name / "config.pbtxt").write_text(QUICK_CONFIG)
-        model = QUICK_MODEL.replace("NUMBER", str(number)) + (BROKEN_HOOK if name == "broken" else "")
-        (root / name / "1" / "model.py").write_text(model)
+        (root / name / "1" / "model.py").write_text(QUICK_MODEL.replace("NUMBER", str(number)))
     return root
 
 
@@ -201,14 +196,6 @@ def test_streams_and_direct_requests_in_flight_are_not_cut_by_another_model(repo
         request.join()
 
 
-def test_client_that_leaves_lets_the_load_go_on(server: TritonServer) -> None:
-    with on_demand(server) as gateway, connected(gateway) as client:
-        with pytest.raises(httpx.ReadTimeout):
-            embed(gateway, "two", httpx.Timeout(20, read=0.02))
-        wait_until(lambda: loaded(client) == {"two"}, timeout_s=60)
-        assert number_of(embed(gateway, "two")) == 2
-
-
 def test_idle_model_is_unloaded_and_its_process_ends(server: TritonServer) -> None:
     with on_demand(server, keep_alive="1s") as gateway, connected(gateway) as client:
         assert number_of(embed(gateway, "one")) == 1
@@ -258,20 +245,6 @@ def test_folder_that_exists_is_never_404_whoever_unloads_it(server: TritonServer
         assert all("Retry-After" in answer.headers for answer in answers if answer.status_code == 503)
         assert embed(gateway, "two").status_code == 200
         assert embed(gateway, "four").status_code == 404
-
-
-def test_folder_that_cannot_load_takes_a_model_away_once(server: TritonServer) -> None:
-    with on_demand(server, max_loaded=1) as gateway:
-        assert embed(gateway, "two").status_code == 200
-        for _ in range(2):  # the second does not load it
-            refused = embed(gateway, "broken")
-            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_loaded")
-            assert "a wheel is missing" in refused.json()["error"]["message"]
-            assert 1 <= int(refused.headers["Retry-After"]) <= 5
-            assert embed(gateway, "two").status_code == 200
-        metrics = httpx.get(f"{gateway.url}/metrics").text
-        assert 'hf_triton_openai_model_unloads_total{model="two"} 1.0' in metrics
-        assert 'hf_triton_openai_model_loads_total{model="broken",outcome="failed"} 1.0' in metrics
 
 
 def test_killed_model_process_ends_triton_and_a_new_one_is_found(repository: Path) -> None:

@@ -27,12 +27,6 @@ pytestmark = pytest.mark.full  # `make test-page` runs it, too
 FIGURES = re.compile(r"[\d,]+ tokens · [\d,.]+ tokens/s · first token after [\d.]+ s")
 HTML = "<img src=x onerror=document.title='run'><b>bold</b>"
 IS_AT_END = "(e => e.scrollTop > 0 && e.scrollHeight - e.clientHeight - e.scrollTop < 2)(document.documentElement)"
-FOCUS_RING = """() => {
-    const box = document.activeElement.closest(".box");
-    const style = getComputedStyle(box ?? document.activeElement);
-    return box ? style.boxShadow : `${style.outlineStyle} ${style.outlineColor}`.replace(/^none.*/, "");
-}"""
-ACCENTS = {"light": "rgb(11, 107, 93)", "dark": "rgb(98, 201, 181)"}
 
 
 @pytest.fixture
@@ -48,15 +42,11 @@ def chat(open_page: Callable[..., Chat], url: str) -> Chat:
 # --- looks ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [WIDE, NARROW])
-def test_an_answer_streams_at_each_width_and_in_each_scheme(
-    open_page: Callable[..., Chat], url: str, width: int, scheme: str
-) -> None:
-    chat = open_page(width, color_scheme=scheme).open(url)
+def test_an_answer_streams_at_each_width(open_page: Callable[..., Chat], url: str, width: int) -> None:
+    chat = open_page(width).open(url)
     assert chat.ask("How can you be so calm?").strip()
     expect(chat.turn.locator(".figures")).to_have_text(FIGURES)
-    expect(chat.turn.locator(".speaker")).to_have_css("color", ACCENTS[scheme])
     assert chat.page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
     for _ in range(4):
         chat.ask("And why?")
@@ -75,14 +65,6 @@ def test_the_page_may_load_nothing_from_elsewhere(url: str) -> None:
         assert "unsafe" not in policy
         with pytest.raises(urllib.error.HTTPError, match="304"):
             urllib.request.urlopen(urllib.request.Request(url + path, headers={"If-None-Match": tag}))
-
-
-def test_motion_stops_where_it_is_not_wanted(open_page: Callable[..., Chat], url: str) -> None:
-    chat = open_page(reduced_motion="reduce").open(url, "slow")
-    chat.send("river")
-    expect(chat.turn).to_have_class(re.compile("running"))
-    caret = "getComputedStyle(document.querySelector('.running .content'), '::after').animationName"
-    assert chat.page.evaluate(caret) == "none"
 
 
 CONTRASTS = """() => {
@@ -135,19 +117,6 @@ def test_text_is_readable(open_page: Callable[..., Chat], url: str, width: int, 
     assert chat.page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
     chat.page.reload()
     expect(chat.page.locator("html")).to_have_css("color-scheme", scheme)
-
-
-def test_a_touch_screen_is_told_of_no_keys(open_page: Callable[..., Chat], url: str) -> None:
-    chat = open_page(NARROW, has_touch=True, is_mobile=True).open(url)
-    expect(chat.page.locator(".keys").first).to_be_hidden()
-    toggle = chat.page.get_by_role("button", name="Settings")
-    toggle.tap()
-    expect(toggle).to_have_attribute("aria-expanded", "true")
-    chat.page.get_by_role("button", name="Close").tap()
-    expect(chat.page.get_by_label("temperature")).to_be_hidden()
-    chat.page.get_by_role("button", name="When is the next train?").tap()
-    chat.wait()
-    assert chat.bodies()[0]["messages"][0]["content"] == "When is the next train?"
 
 
 # --- asking -----------------------------------------------------------------------------------------------------------
@@ -307,14 +276,13 @@ def test_a_gateway_that_is_gone_is_named(chat: Chat) -> None:
 
 
 def tab_to(chat: Chat, name: str, key: str = "Tab") -> None:
-    """Press Tab until the element with a name has the focus, and check that the focus shows."""
+    """Press Tab until the element with a name has the focus."""
     names = []
     for _ in range(30):
         chat.page.keyboard.press(key)
         focused = chat.page.locator(":focus")
         names.append(focused.evaluate("e => (e.labels?.[0] ?? e).textContent.trim() || e.id"))
         if names[-1].startswith(name):
-            assert ACCENTS["light"] in chat.page.evaluate(FOCUS_RING), name
             return
     raise AssertionError(f"{name} is not among {names}")
 

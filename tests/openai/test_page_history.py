@@ -12,7 +12,7 @@ import httpx
 import pytest
 from playwright.sync_api import expect
 
-from tests.support.chat_page import NARROW, Chat, delta
+from tests.support.chat_page import Chat, delta
 from tests.support.gateway import GatewayThread
 
 pytestmark = pytest.mark.full  # `make test-page` runs it, too
@@ -93,18 +93,6 @@ def test_tool_calls_and_reasoning_are_kept(chat: Chat) -> None:
     expect(chat.turn.locator(".reasoning .text")).to_have_text("Hm.")
 
 
-def test_two_tabs_keep_their_own_conversations(chat: Chat, gateway: GatewayThread) -> None:
-    chat.ask("Here")
-    other = Chat(chat.page.context.new_page()).open(gateway.url)
-    expect(other.page.locator(".turn")).to_have_count(0)
-    other.ask("There")
-    chat.ask("Here again")
-    other.page.get_by_role("button", name="History").click()
-    other.page.reload()
-    other.page.get_by_role("button", name="History").click()
-    expect(other.page.locator("#chats .title")).to_have_text(["Here", "There"])
-
-
 @pytest.mark.parametrize("script", [FORBIDDEN, FULL])
 def test_a_browser_that_keeps_nothing_still_chats(
     open_page: Callable[..., Chat], gateway: GatewayThread, script: str
@@ -126,18 +114,6 @@ def test_what_another_release_has_kept_is_passed_over(open_page: Callable[..., C
     chat.open(gateway.url)
     chat.ask("Hello")
     assert chat.errors == []
-
-
-def test_the_history_covers_a_narrow_screen_until_a_choice(
-    open_page: Callable[..., Chat], gateway: GatewayThread
-) -> None:
-    chat = open_page(NARROW).open(gateway.url)
-    chat.ask("Hello")
-    chat.page.get_by_role("button", name="New chat").click()
-    chat.page.get_by_role("button", name="History").click()
-    chat.page.locator("#chats .open").click()
-    expect(chat.page.locator("#history")).to_be_hidden()
-    expect(chat.turn.locator(".prompt")).to_be_visible()
 
 
 # --- the model's defaults and context ---------------------------------------------------------------------------------

@@ -65,10 +65,9 @@ def rows(chat: Chat) -> list[list[str]]:
     return [row.locator("th, .number").all_text_contents() for row in chat.page.locator(".bars tr").all()]
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [WIDE, NARROW])
-def test_each_task_has_a_form(open_page: Callable[..., Chat], url: str, width: int, scheme: str) -> None:
-    chat = open_page(width, color_scheme=scheme).open(url, "vectors")
+def test_each_task_has_a_form(open_page: Callable[..., Chat], url: str, width: int) -> None:
+    chat = open_page(width).open(url, "vectors")
     for model in HEADS:
         chat.page.get_by_label("Model").select_option(model)
         expect(chat.page.get_by_role("heading", name=model)).to_be_visible()

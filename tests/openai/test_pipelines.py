@@ -188,7 +188,6 @@ def test_lists_are_answered_by_lists(gateway: GatewayThread) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
     "several models": ({"params": {"model": "tgi"}, "json": {"inputs": 1}}, 400, "inputs must be "),
     "no JSON": ({"content": b"{", "headers": {"content-type": "application/json"}}, 400, "the body is not JSON: "),
-    "a list": ({"json": [1]}, 400, "the body must be a JSON object"),
     "a number": ({"params": {"model": "sentiment"}, "json": {"inputs": 1}}, 400, "inputs must be a string or a list"),
     "no inputs": ({"params": {"model": "sentiment"}, "json": {}}, 400, "inputs is required"),
     "a file for texts": (
@@ -202,32 +201,12 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
         400,
         "inputs must be an object with question and context",
     ),
-    "a question that is no text": (
-        {"params": {"model": "answers"}, "json": {"inputs": [{"question": ["a", "b"], "context": "c"}]}},
-        400,
-        "inputs[0].question must be a text that is not empty, got ['a', 'b']",
-    ),
-    "an empty context": (
-        {"params": {"model": "answers"}, "json": {"inputs": {"question": "a", "context": ""}}},
-        400,
-        "inputs.context must be a text that is not empty",
-    ),
     "an empty text": ({"params": {"model": "sentiment"}, "json": {"inputs": ""}}, 400, "inputs is empty"),
     "no labels": ({"params": {"model": "nli"}, "json": {"inputs": "a"}}, 400, "parameters.candidate_labels is missing"),
     "top_k of none": (
         {"params": {"model": "sentiment"}, "json": {"inputs": "a", "parameters": {"top_k": 0}}},
         400,
         "parameters.top_k must be an integer >= 1, got 0",
-    ),
-    "top_k": (
-        {"params": {"model": "sentiment"}, "json": {"inputs": "a", "parameters": {"top_k": 0.5}}},
-        400,
-        "parameters.top_k must be an integer >= 1, got 0.5",
-    ),
-    "a parameter's value": (
-        {"params": {"model": "masks"}, "json": {"inputs": "a", "parameters": {"top_k": -1}}},
-        400,
-        "parameters.top_k must be an integer >= 1",
     ),
     "a parameter of no task": (
         {"params": {"model": "masks"}, "json": {"inputs": "a", "parameters": {"cancel": True}}},
@@ -238,16 +217,6 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
         {"params": {"model": "masks"}, "json": {"inputs": "a", "parameters": {"top_k": 2**64}}},
         400,
         "parameters.top_k is no number that is taken",
-    ),
-    "NaN": (
-        {"params": {"model": "masks"}, "content": b'{"inputs": "a", "parameters": {"top_k": NaN}}'},
-        400,
-        "parameters.top_k is no number that is taken",
-    ),
-    "too deep": (
-        {"params": {"model": "masks"}, "content": b'{"inputs": ' + b"[" * 50_000},
-        400,
-        "the body is not JSON",
     ),
     "a model that is no name": ({"json": {"model": {"a": 1}, "inputs": "a"}}, 404, "the model "),
     "a wrong model": (

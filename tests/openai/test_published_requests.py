@@ -28,39 +28,7 @@ CAR = {
     "required": ["brand", "model", "car_type"],
     "additionalProperties": False,
 }
-SQL = """
-root ::= select_statement
-select_statement ::= "SELECT " column " from " table " where " condition
-column ::= "col_1 " | "col_2 "
-table ::= "table_1 " | "table_2 "
-condition ::= column "= " number
-number ::= "1 " | "2 "
-"""
-SENTIMENTS = ["positive", "negative"]
 MAIL = r"\w{1,8}@\w{1,8}\.com\n"
-
-
-WEATHER: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "get_current_weather",
-        "description": "The weather of a place.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "city": {"type": "string", "maxLength": 12},
-                "state": {"type": "string", "maxLength": 2},
-                "unit": {"type": "string", "enum": ["celsius", "fahrenheit"]},
-            },
-            "required": ["city", "state", "unit"],
-            "additionalProperties": False,
-        },
-    },
-}
-CHOICES: dict[str, Any] = {
-    "vLLM: required": "required",
-    "vLLM and Triton: named": {"type": "function", "function": {"name": "get_current_weather"}},
-}
 
 
 def asks(text: str, **fields: object) -> dict[str, Any]:
@@ -71,16 +39,8 @@ def is_car(text: str) -> None:
     jsonschema.validate(json.loads(text), CAR)
 
 
-def is_sentiment(text: str) -> None:
-    assert text in SENTIMENTS
-
-
 def is_mail(text: str) -> None:  # \w has more characters in the grammar's language than in Python's
     assert re.fullmatch(r".{1,8}@.{1,8}\.com", text.removesuffix("\n"))
-
-
-def is_query(text: str) -> None:
-    assert re.fullmatch(r"SELECT col_[12]  from table_[12]  where col_[12] = [12] ", text)
 
 
 def is_text(text: str) -> None:
@@ -88,27 +48,12 @@ def is_text(text: str) -> None:
 
 
 CHATS: dict[str, tuple[dict[str, Any], Callable[[str], None]]] = {
-    "vLLM: hello": (asks("Hello!"), is_text),
     "vLLM: extra parameters": (
         asks("Hello!", top_k=50, min_p=0.05, repetition_penalty=1.1, min_tokens=2, ignore_eos=False, max_tokens=9),
         is_text,
     ),
-    "vLLM: guided_choice": (asks("Classify: vLLM is wonderful!", guided_choice=SENTIMENTS), is_sentiment),
-    "vLLM: guided_regex": (asks("An address, please.", guided_regex=MAIL, stop=["\n"], max_tokens=60), is_mail),
     "vLLM: guided_json": (asks("The most iconic car", guided_json=CAR, max_tokens=120), is_car),
-    "vLLM: guided_grammar": (asks("A query for users", guided_grammar=SQL, max_tokens=80), is_query),
-    "vLLM: structured_outputs choice": (asks("Well?", structured_outputs={"choice": SENTIMENTS}), is_sentiment),
     "vLLM: structured_outputs regex": (asks("Well?", structured_outputs={"regex": MAIL}, max_tokens=60), is_mail),
-    "vLLM: structured_outputs json": (asks("A car?", structured_outputs={"json": CAR}, max_tokens=120), is_car),
-    "vLLM: structured_outputs grammar": (asks("A query", structured_outputs={"grammar": SQL}, max_tokens=80), is_query),
-    "vLLM: json_schema": (
-        asks(
-            "A car?",
-            max_tokens=120,
-            response_format={"type": "json_schema", "json_schema": {"name": "car-description", "schema": CAR}},
-        ),
-        is_car,
-    ),
     "vLLM: template's variables": (asks("Hello!", chat_template_kwargs={"enable_thinking": False}), is_text),
     "vLLM: content in parts": (
         {"model": "tiny", "messages": [{"role": "user", "content": [{"type": "text", "text": "Hello!"}]}]},
@@ -123,7 +68,6 @@ CHATS: dict[str, tuple[dict[str, Any], Callable[[str], None]]] = {
         },
         is_text,
     ),
-    "Triton: a test": (asks("Say this is a test!"), is_text),
     "Triton: a system's message": (
         {
             "model": "tiny",
@@ -157,9 +101,7 @@ CHATS: dict[str, tuple[dict[str, Any], Callable[[str], None]]] = {
     ),
 }
 COMPLETIONS_BODIES: dict[str, dict[str, Any]] = {
-    "vLLM: a city": {"prompt": "San Francisco is a", "max_tokens": 7, "temperature": 0},
     "vLLM: a law": {"prompt": "A robot may not injure a human being", "echo": False, "n": 2, "logprobs": 3},
-    "Triton: a field": {"prompt": "Machine learning is"},
     "lm-eval: loglikelihood": {
         "prompt": [[5, 6, 7, 8]],
         "max_tokens": 1,
@@ -218,24 +160,6 @@ def test_chat(gateway: GatewayThread, name: str) -> None:
     check(answer["choices"][0]["message"]["content"])
 
 
-@pytest.mark.parametrize("name", CHOICES)
-def test_tool_call(gateway: GatewayThread, name: str) -> None:
-    body = asks(
-        "How warm is it in Dallas?",
-        tools=[WEATHER],
-        tool_choice=CHOICES[name],
-        max_tokens=150,
-        parallel_tool_calls=False,
-    )
-    answer = post(gateway, CHAT, body | {"model": "demo"}).json()
-    ChatCompletion.model_validate(answer, strict=True)
-    [choice] = answer["choices"]
-    assert choice["finish_reason"] == ("stop" if isinstance(CHOICES[name], dict) else "tool_calls")
-    for call in choice["message"]["tool_calls"]:
-        assert call["function"]["name"] == "get_current_weather"
-        jsonschema.validate(json.loads(call["function"]["arguments"]), WEATHER["function"]["parameters"])
-
-
 @pytest.mark.parametrize("name", COMPLETIONS_BODIES)
 def test_completion(gateway: GatewayThread, name: str) -> None:
     body = COMPLETIONS_BODIES[name]
@@ -263,33 +187,3 @@ def test_tokenize_and_back(gateway: GatewayThread) -> None:
     assert "Hello!" in post(gateway, "/detokenize", {"model": "tiny", "tokens": tokens["tokens"]}).json()["prompt"]
     chat = post(gateway, "/tokenize", asks("Hello!", add_generation_prompt=True)).json()
     assert chat["count"] > tokens["count"]
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        (CHAT, asks("Hi", documents=[{"title": "a", "text": "b"}]), "documents"),
-        (CHAT, asks("Hi", use_beam_search=True, n=2), None),
-        (CHAT, asks("Hi", response_format={"type": "structural_tag", "structures": [], "triggers": []}), None),
-        (
-            CHAT,
-            {
-                "model": "tiny",
-                "messages": [
-                    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "https://example.com/a"}}]}
-                ],
-            },
-            None,
-        ),
-        (COMPLETIONS, {"model": "tiny", "prompt": "Hi", "suffix": "there"}, "suffix"),
-    ],
-    ids=["documents", "beam search", "structural tag", "image", "suffix"],
-)
-def test_what_is_not_served_is_refused(gateway: GatewayThread, path: str, body: Any, param: str | None) -> None:
-    answer = httpx.post(gateway.url + path, json=body, timeout=60)
-    assert answer.status_code == 400
-    error = answer.json()["error"]
-    assert error["type"] == "invalid_request_error"
-    if param:
-        assert error["param"] == param
-        assert error["message"].startswith(param)

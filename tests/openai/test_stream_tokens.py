@@ -153,11 +153,13 @@ def test_each_chunk_of_completions_counts_the_tokens_so_far(
 @pytest.mark.parametrize("stream", [False, True])
 def test_stop_string_is_named(client: openai.OpenAI, stream: bool) -> None:
     asked: dict[str, Any] = {"model": "demo", "messages": HELLO, "max_tokens": 20, "temperature": 0}
-    stop = (client.chat.completions.create(**asked).choices[0].message.content or "").split()[2]
+    text = client.chat.completions.create(**asked).choices[0].message.content or ""
+    stop = text.split()[2]
     answer = client.chat.completions.create(**asked, stop=["$$", stop], stream=stream)
     last = list(answer)[-1] if isinstance(answer, openai.Stream) else answer
     assert last.choices[0].finish_reason == "stop"
     assert (last.choices[0].model_extra or {})["stop_reason"] == stop
+    assert stream or last.choices[0].message.content == text[: text.index(stop)]
     whole = client.chat.completions.create(**asked)
     assert (whole.choices[0].model_extra or {})["stop_reason"] is None
 

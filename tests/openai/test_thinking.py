@@ -204,18 +204,6 @@ TYPES = "'enabled', 'disabled' or 'adaptive'"
 WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     (
         CHAT,
-        {"thinking_budget": -1},
-        "thinking_budget",
-        "thinking_budget must be an integer >= 0 and <= 1048576, got -1",
-    ),
-    (
-        MESSAGES,
-        {"thinking_budget": "1"},
-        "thinking_budget",
-        "thinking_budget must be an integer >= 0 and <= 1048576, got '1'",
-    ),
-    (
-        CHAT,
         {"thinking": {"type": "enabled", "budget_tokens": -1}},
         "thinking.budget_tokens",
         "thinking.budget_tokens must be an integer >= 0 and <= 1048576, got -1",

@@ -130,7 +130,6 @@ REFUSED: dict[str, tuple[dict[str, Array], dict[str, object], str]] = {
     "too much overlap": (ONE, {"max_seq_len": 60, "doc_stride": 59}, "doc_stride must be an integer >= 0 and <= "),
     "no answer": (ONE, {"max_answer_len": 0}, "max_answer_len must be an integer >= 1, got 0"),
     "too many answers": (ONE, {"top_k": 1000}, "top_k must be an integer >= 1 and <= 100"),
-    "a generation parameter": (ONE, {"max_tokens": 5}, "max_tokens"),
     "two and three": (
         {"question": encode_strings(["a", "b"], (2,)), "context": encode_strings(["a", "b", "c"], (3,))},
         {},

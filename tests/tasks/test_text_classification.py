@@ -92,13 +92,6 @@ def test_outputs_have_a_row_for_each_text(serve: Callable[..., tuple[Served, Pat
             }
 
 
-@pytest.mark.parametrize("name", ["text", "text_input", "input", "inputs"])
-def test_texts_come_under_the_names_of_other_servers(name: str, serve: Callable[..., tuple[Served, Path]]) -> None:
-    served, _ = serve()
-    outputs = served.ask({name: encode_strings(TEXTS, (4,))})
-    assert [label.decode() for label in outputs["label"].ravel()] == [answer["label"] for answer in served.json(TEXTS)]
-
-
 @pytest.mark.parametrize("name", ["args", "text_inputs"])
 def test_client_of_mlserver_gets_one_output_of_json(name: str, serve: Callable[..., tuple[Served, Path]]) -> None:
     served, _ = serve()
@@ -117,9 +110,6 @@ ONE: dict[str, Array] = {"text": encode_strings(["a"], (1,))}
 REFUSED: dict[str, tuple[dict[str, Array], dict[str, object], str]] = {
     "no text": ({}, {}, "text is missing: text-classification needs text, the texts"),
     "a pair alone": ({"text_pair": encode_strings(["a"], (1,))}, {}, "text is missing"),
-    "an empty list": ({"text": encode_strings([], (0,))}, {}, "text holds no text"),
-    "not text": ({"text": np.array([1])}, {}, r"must be strings \(BYTES\)"),
-    "not UTF-8": ({"text": np.array([b"\xff"], dtype=np.object_)}, {}, "text row 0 is not valid UTF-8"),
     "a number of pairs": (
         {"text": encode_strings(["a", "b"], (2,)), "text_pair": encode_strings(["a", "b", "c"], (3,))},
         {},
@@ -136,8 +126,6 @@ REFUSED: dict[str, tuple[dict[str, Array], dict[str, object], str]] = {
         "function_to_apply must be one of `softmax`, `sigmoid`, `none`, got 'tanh'",
     ),
     "truncate": (ONE, {"truncate": "yes"}, "truncate must be true or false, got 'yes'"),
-    "a generation parameter": (ONE, {"temperature": 1.0}, "temperature is a parameter of text generation"),
-    "an unknown parameter": (ONE, {"topk": 1}, "did you mean 'top_k'"),
 }
 
 

@@ -73,7 +73,6 @@ REFUSED: dict[str, tuple[dict[str, Array], dict[str, object], str]] = {
     ),
     "too long": ({"text": encode_strings([LONG], (1,))}, {}, "tokens, more than the 130 of the model"),
     "labels that are no strings": (ONE, {"ignore_labels": [1]}, "ignore_labels must be a string or a JSON array"),
-    "a generation parameter": (ONE, {"max_new_tokens": 5}, "max_new_tokens is a parameter of text generation"),
 }
 
 

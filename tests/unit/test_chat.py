@@ -15,10 +15,8 @@ from hf_triton.protocol.chat_request import (
     MAX_TOOLS,
     RESERVED,
     Chat,
-    ChatOptions,
     parse_chat,
 )
-from hf_triton.protocol.validation import allowed
 
 MAX_BYTES = 100_000
 HI = {"role": "user", "content": "hi"}
@@ -351,20 +349,6 @@ def test_errors_are_short_for_any_value() -> None:
 
 
 # --- documentation ---------------------------------------------------------------------------------------------------
-
-
-def test_every_option_has_a_description_and_a_range() -> None:
-    words = {name: allowed(field) for name, field in ChatOptions.model_fields.items()}
-    assert words == {
-        "add_generation_prompt": "true or false",
-        "continue_final_message": "true or false",
-        "tools": f"a JSON object or a JSON array of up to {MAX_TOOLS} of them",
-        "tool_choice": "a string",
-        "parallel_tool_calls": "true or false",
-        "chat_template_kwargs": "a JSON object",
-        "reasoning_effort": "a string of 1 to 100 characters",
-    }
-    assert all(len(field.description or "") > 20 for field in ChatOptions.model_fields.values())
 
 
 # --- the past --------------------------------------------------------------------------------------------------------

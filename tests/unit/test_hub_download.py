@@ -24,6 +24,7 @@ from hf_triton.hub.spec import CheckpointSpec
 from hf_triton.testing import LoopbackHub, flip_bit
 from tests.support.folders import shadow_modules
 from tests.support.hub import CANARY, COMMIT, MODEL, build_hub, write_snapshot
+from tests.support.waiting import wait_until
 
 SPEC = CheckpointSpec(MODEL)
 
@@ -207,13 +208,6 @@ def test_process_ends_with_its_parent(tmp_path: Path, loopback: LoopbackHub) -> 
         [child] = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
         parent.kill()
     wait_until(lambda: not Path(f"/proc/{child}").exists())
-
-
-def wait_until(condition: Callable[[], object], limit_s: float = 30.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_stale_partial_files_are_removed(tmp_path: Path) -> None:

@@ -196,7 +196,6 @@ def written(
 HOSTILE = {
     "empty": (b"", "is no GGUF file"),
     "another file": (b"PK\3\4" * 20, "is no GGUF file, which begins with GGUF"),
-    "magic alone": (b"GGUF", "ends within its header"),
     "cut in its header": (written()[:60], "ends within its header"),
     "version 1": (written(version=1), "has version 1 of the format"),
     "big-endian": (
@@ -204,16 +203,10 @@ HOSTILE = {
         "other order of bytes (big-endian)",
     ),
     "keys without end": (written(counts=(1, 2**63)), "has 1 tensors and 9223372036854775808 keys by its header"),
-    "tensors without end": (written(counts=(2**40, 1)), "has 1099511627776 tensors and 1 keys by its header"),
     "more keys than there are": (written(counts=(1, 90_000)), "ends within its header"),
-    "a long key": (written((struct.pack("<Q", 2**62) + b"x",)), "ends within its header"),
     "a long text": (written((key(b"x", STRING, struct.pack("<Q", 2**63) + b"x"),)), "ends within its header"),
     "an endless array": (
         written((FAMILY, key(b"x", ARRAY, struct.pack("<IQ", UINT32, 2**61)))),
-        "arrays of more than 1500000 elements",
-    ),
-    "many empty texts": (
-        written((FAMILY, key(b"x", ARRAY, struct.pack("<IQ", STRING, 2**21) + bytes(2**24)))),
         "arrays of more than 1500000 elements",
     ),
     "arrays of arrays": (
@@ -222,10 +215,6 @@ HOSTILE = {
     ),
     "an unknown type": (written((key(b"x", 77, b""),)), "a value of the unknown type 77"),
     "no architecture": (written((key(b"x", UINT32, bytes(4)),)), "has no general.architecture"),
-    "an architecture of numbers": (
-        written((key(b"general.architecture", UINT32, bytes(4)),)),
-        "has no general.architecture",
-    ),
     "blocks without end": (
         written((FAMILY, key(b"llama.block_count", UINT64, struct.pack("<Q", 10**12))), (tensor(name=b"blk.1.a"),)),
         "has 1 tensors of 2 blocks, and 1000000000000 by its header",
@@ -247,7 +236,6 @@ HOSTILE = {
     "a type that is none": (written(tensors=(tensor(kind=99),)), "the tensor 'a' of type 99, which the package"),
     "half a block": (written(tensors=(tensor((33,), Q8_0),)), "the tensor 'a' of rows of 33 values, in blocks of 32"),
     "a tensor beyond the file": (written(tensors=(tensor((4096, 4096)),)), "its tensors end at byte 67108"),
-    "an offset beyond the file": (written(tensors=(tensor(offset=2**63),)), "its tensors end at byte 92233"),
     "dimensions that wrap": (written(tensors=(tensor((2**32, 2**32)),)), "its tensors end at byte 73786976"),
     **{
         f"{name} {given}": (

@@ -5,7 +5,6 @@ import logging
 import re
 import threading
 from collections import defaultdict
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -31,6 +30,7 @@ from hf_triton.tasks.serving.metrics import (
     USED_TOKENS,
     Metric,
 )
+from tests.support.waiting import wait_until
 
 
 class Board:
@@ -60,15 +60,6 @@ class Board:
 
 def idle() -> EngineLoad:
     return EngineLoad()
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    pause = threading.Event()
-    for _ in range(200):
-        if is_so():
-            return
-        pause.wait(0.05)
-    raise AssertionError("never")
 
 
 @pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)

@@ -175,13 +175,11 @@ def test_a_task_has_the_model_of_transformers_pipeline() -> None:
 
 REFUSED: dict[str, tuple[dict[str, str], str]] = {
     "a typo": ({"dtpye": "float16"}, "there is no setting 'dtpye' (from config.pbtxt), did you mean 'dtype'?"),
-    "nothing like it": ({"zzz": "1"}, "there is no setting 'zzz' (from config.pbtxt); the nearest are "),
     "no boolean": ({"allow_pickle": "maybe"}, "allow_pickle must be true or false, got 'maybe' (from config.pbtxt)"),
     "no number": (
         {"max_output_length": "many"},
         "max_output_length must be an integer >= 1 and <= 2147483647, got 'many'",
     ),
-    "a fraction": ({"max_output_length": "1.5"}, "max_output_length must be an integer"),
     "zero": (
         {"max_num_seqs": "0"},
         "max_num_seqs must be an integer >= 1 and <= 4096, got '0' (from config.pbtxt)",
@@ -189,11 +187,8 @@ REFUSED: dict[str, tuple[dict[str, str], str]] = {
     "no memory": ({"gpu_memory_fraction": "0"}, "gpu_memory_fraction must be a number > 0 and <= 1, got '0'"),
     "less memory than one text needs": ({"max_cache_tokens": "255"}, "max_cache_tokens must be an integer >= 256 and"),
     "not finite": ({"download_timeout_s": "inf"}, "download_timeout_s must be a number > 0 and <= 604800, got 'inf'"),
-    "NaN": ({"download_timeout_s": "nan"}, "download_timeout_s must be a number"),
     "no choice": ({"dtype": "float64"}, "dtype must be one of `auto`, `float32`, `float16`, `bfloat16`, got 'float64'"),
-    "empty": ({"huggingface_model": ""}, "huggingface_model must be a non-empty string, got ''"),
     "no JSON": ({"quantization_config": "{4bit"}, "quantization_config must be a JSON object, got '{4bit'"),
-    "a JSON list": ({"quantization_config": "[]"}, "quantization_config must be a JSON object, got []"),
     "an unknown default": (
         {"generation_defaults": '{"temprature": 1}'},
         "generation_defaults: there is no parameter 'temprature', did you mean 'temperature'? (from config.pbtxt)",

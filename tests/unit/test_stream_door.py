@@ -11,7 +11,6 @@ import socket
 import struct
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,7 @@ from hf_triton.tasks.interface import ResponseConfig
 from hf_triton.tasks.serving.request import InferenceRequest
 from hf_triton.tasks.serving.sender import ResponseSender
 from hf_triton.triton_backend.cancellation import RequestPoller
+from tests.support.waiting import wait_until
 
 SOON_S = 20.0
 POLLER = RequestPoller(interval_s=0.01)
@@ -49,13 +49,6 @@ def _own_root(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as root:  # a socket's path is short
         monkeypatch.setattr(address, "ROOT", Path(root))
         yield
-
-
-def wait_for(claim: Callable[[], object]) -> None:
-    end = time.monotonic() + SOON_S
-    while not claim():
-        assert time.monotonic() < end, "nothing happened"
-        time.sleep(0.005)
 
 
 def texts(*values: bytes) -> dict[str, Any]:
@@ -98,7 +91,7 @@ class ClientCall(InferenceRequest):
         self.outcome = error
 
     def wait(self) -> Any:
-        wait_for(lambda: self.outcome is not None)
+        wait_until(lambda: self.outcome is not None)
         return self.outcome
 
 
@@ -124,7 +117,7 @@ class Engine:
         self.outlets.append(outlet)
 
     def next_call(self) -> RemoteRequest:
-        wait_for(lambda: self.calls)
+        wait_until(lambda: self.calls)
         self.held.append(self.calls.pop(0))
         return self.held[-1]
 
@@ -200,20 +193,6 @@ def test_a_request_arrives_as_it_was_and_its_answer_as_it_is(engine: Engine, eng
     assert call.wait() == [b"end", b"other"]
     assert call.parts == [[b"one"], [b"\xff"], [b""]]
     assert engine.outcomes == ["ok"]
-
-
-@pytest.mark.parametrize("parameters", [{}, {"queue_time_us": 0, "e2e_request_latency_us": 2**62}], ids=str)
-def test_parameters_of_an_answer_pass(parameters: dict[str, int], engine: Engine, engines: Engines) -> None:
-    call = submit(engines, ClientCall())
-    engine.next_call().answer(texts(b"text"), parameters)
-    assert call.wait() == [b"text"]
-    assert call.answer_parameters == parameters
-
-
-@pytest.mark.parametrize("value", [None, [], {"a": "b"}, {"a": 1.5}, {"a": True}], ids=str)
-def test_other_parameters_are_refused(value: object) -> None:
-    with pytest.raises(ProtocolError):
-        read_parameters(value)
 
 
 def test_tensors_of_every_type_pass_unchanged() -> None:
@@ -314,7 +293,7 @@ def test_a_cancelled_request_is_cancelled_in_the_engine_and_no_other(engine: Eng
     remote, other_remote = engine.next_call(), engine.next_call()
     assert not remote.is_cancelled()
     call.cancel()
-    wait_for(remote.is_cancelled)
+    wait_until(remote.is_cancelled)
     assert not other_remote.is_cancelled()
     remote.refuse(CancelledError())
     other_remote.answer(texts(b"text"))
@@ -329,11 +308,11 @@ def test_a_cancellation_by_id_reaches_the_requests_of_all_doors(
     POLLER.add(own)
     for number, (door, request_id) in enumerate([(engines, "a"), (second, "a"), (engines, "b")]):
         submit(door, ClientCall(request_id=request_id))
-        wait_for(lambda count=number + 1: len(engine.calls) == count)
+        wait_until(lambda count=number + 1: len(engine.calls) == count)
     with monkeypatch.context() as patch:
         patch.setattr(client.os, "getpid", lambda: 0)  # as another process
         client.cancel_elsewhere(MODEL, "a")
-    wait_for(lambda: own.is_cancelled() and engine.calls[1].is_cancelled())
+    wait_until(lambda: own.is_cancelled() and engine.calls[1].is_cancelled())
     assert [each.is_cancelled() for each in engine.calls] == [True, True, False]
     second.close()
 
@@ -345,8 +324,8 @@ def test_the_requests_of_a_door_that_is_gone_are_cancelled(engine: Engine) -> No
     call = submit(stays, ClientCall())
     other = engine.next_call()
     engines.close()
-    wait_for(remote.is_cancelled)
-    wait_for(lambda: engine.outcomes)
+    wait_until(remote.is_cancelled)
+    wait_until(lambda: engine.outcomes)
     assert not other.is_cancelled()
     remote.add(texts(b"to nobody"))
     remote.answer(texts(b"to nobody"))
@@ -389,7 +368,7 @@ def test_after_an_engine_s_death_the_next_one_takes_over(make_engine: Callable[.
     first = make_engine()
     call = submit(engines, ClientCall())
     first.next_call().add(texts(b"begin"))
-    wait_for(lambda: call.parts)
+    wait_until(lambda: call.parts)
     waiting = submit(engines, ClientCall())
     first.next_call()
     first.vanish()
@@ -475,7 +454,7 @@ def test_a_begun_stream_of_an_engine_that_ends_is_not_forwarded_again(
     begun, waiting = submit(engines, ClientCall()), submit(engines, ClientCall())
     ending.next_call().add(texts(b"begin"))
     ending.next_call()
-    wait_for(lambda: begun.parts)
+    wait_until(lambda: begun.parts)
     ending.vanish()
     assert begun.wait().code == "engine_failed"
     other.next_call().answer(texts(b"text"))
@@ -506,12 +485,12 @@ def test_a_request_sent_on_can_be_cancelled(make_engine: Callable[..., Engine], 
     ending.next_call()
     remote = ending.next_call()
     cancelled.cancel()
-    wait_for(remote.is_cancelled)
+    wait_until(remote.is_cancelled)
     ending.vanish()
     first, second = other.next_call(), other.next_call()
-    wait_for(lambda: first.is_cancelled() != second.is_cancelled())
+    wait_until(lambda: first.is_cancelled() != second.is_cancelled())
     call.cancel()
-    wait_for(lambda: first.is_cancelled() and second.is_cancelled())
+    wait_until(lambda: first.is_cancelled() and second.is_cancelled())
 
 
 @pytest.mark.parametrize("num_cycles", [10, pytest.param(100, marks=pytest.mark.full)])
@@ -536,7 +515,7 @@ def test_no_request_is_lost_while_a_version_comes_and_goes(
     for _ in range(num_cycles):
         engine = make_engine(2, kind=Prompt)
         wanted = len(outcomes) + 10
-        wait_for(lambda wanted=wanted: len(outcomes) > wanted)
+        wait_until(lambda wanted=wanted: len(outcomes) > wanted)
         engine.door.drain()
         engine.door.close()
     stop.set()
@@ -551,7 +530,7 @@ def test_requests_spread_over_the_instances_of_the_highest_version(
 ) -> None:
     old, first, second, other = make_engine(9), make_engine(10), make_engine(10), make_engine(11, "other")
     calls = [submit(engines, ClientCall()) for _ in range(6)]
-    wait_for(lambda: len(first.calls) == len(second.calls) == 3)
+    wait_until(lambda: len(first.calls) == len(second.calls) == 3)
     assert not old.calls
     assert not other.calls
     for remote in first.calls + second.calls:
@@ -570,7 +549,7 @@ def test_an_unloaded_engine_finishes_its_requests(make_engine: Callable[..., Eng
     remote = old.next_call()
     drain = threading.Thread(target=old.door.drain)
     drain.start()
-    wait_for(lambda: not find_addresses(MODEL))
+    wait_until(lambda: not find_addresses(MODEL))
     new = make_engine()
     after = submit(engines, ClientCall())
     new.next_call().answer(texts(b"new"))
@@ -606,9 +585,9 @@ def test_a_cancelled_request_stays_cancelled_across_an_unload(
     call = submit(engines, ClientCall())
     remote = first.next_call()
     call.cancel()
-    wait_for(remote.is_cancelled)
+    wait_until(remote.is_cancelled)
     remote.refuse(UnavailableError("shutting_down", "the model is being unloaded"))
-    wait_for(second.next_call().is_cancelled)
+    wait_until(second.next_call().is_cancelled)
 
 
 def test_a_begun_stream_is_not_forwarded_again(make_engine: Callable[..., Engine], engines: Engines) -> None:
@@ -764,7 +743,7 @@ def test_a_malformed_message_ends_its_connection_alone(
     with caplog.at_level(logging.INFO), connect() as peer:
         peer.sendall(HOSTILE[said])
         assert is_ended(peer)
-    wait_for(lambda: len(engine.door.all_peers()) == 1)
+    wait_until(lambda: len(engine.door.all_peers()) == 1)
     assert "prompt" not in caplog.text
     assert not remote.is_cancelled()
     remote.answer(texts(b"text"))
@@ -779,13 +758,13 @@ def test_half_a_message_does_not_delay_others(part: bytes, engine: Engine, engin
         engine.next_call().answer(texts(b"text"))
         assert call.wait() == [b"text"]
         assert len(engine.door.all_peers()) == 2
-    wait_for(lambda: len(engine.door.all_peers()) == 1)
+    wait_until(lambda: len(engine.door.all_peers()) == 1)
 
 
 def test_connections_are_bounded(engine: Engine, engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "MAX_CONNECTIONS", 2)
     with connect():
-        wait_for(lambda: len(engine.door.all_peers()) == 1)
+        wait_until(lambda: len(engine.door.all_peers()) == 1)
         call = submit(engines, ClientCall())
         remote = engine.next_call()
         with connect() as third:
@@ -808,9 +787,9 @@ def test_a_door_that_cannot_be_accepted_does_not_affect_others(
         patch.setattr(threading.Thread, "start", start_others)
         with connect() as peer:
             assert is_ended(peer)
-    wait_for(lambda: "a stream door could not be taken: RuntimeError" in caplog.text)
+    wait_until(lambda: "a stream door could not be taken: RuntimeError" in caplog.text)
     assert not engine.door.all_peers()
-    wait_for(lambda: threading.active_count() <= num_threads)
+    wait_until(lambda: threading.active_count() <= num_threads)
     call = submit(engines, ClientCall())
     engine.next_call().answer(texts(b"text"))
     assert call.wait() == [b"text"]
@@ -831,8 +810,8 @@ def test_a_peer_that_does_not_read_is_disconnected(
         remote.add(texts(b"quick"))
         remote.answer(texts(b"text"))
         assert call.wait() == [b"text"]
-        wait_for(stalled.is_cancelled)
-        wait_for(lambda: len(engine.door.all_peers()) == 1)
+        wait_until(stalled.is_cancelled)
+        wait_until(lambda: len(engine.door.all_peers()) == 1)
 
 
 def test_a_message_too_large_refuses_its_request_alone(
@@ -866,17 +845,25 @@ def test_a_delta_that_triton_rejects_ends_its_request_alone(engine: Engine, engi
     broken_remote, remote = engine.next_call(), engine.next_call()
     broken_remote.add(texts(b"piece"))
     assert broken.wait().code == "internal"
-    wait_for(broken_remote.is_cancelled)
+    wait_until(broken_remote.is_cancelled)
     remote.answer(texts(b"text"))
     assert other.wait() == [b"text"]
 
 
 @pytest.mark.parametrize(
-    "value", [None, [], ["INTERNAL", "internal"], ["NONE", "a", "b"], ["INTERNAL", 1, "b"]], ids=str
+    ("read", "value"),
+    [
+        *(
+            (read_error, value)
+            for value in (None, [], ["INTERNAL", "internal"], ["NONE", "a", "b"], ["INTERNAL", 1, "b"])
+        ),
+        *((read_parameters, value) for value in (None, [], {"a": "b"}, {"a": 1.5}, {"a": True})),
+    ],
+    ids=str,
 )
-def test_a_malformed_error_is_a_protocol_error(value: object) -> None:
+def test_malformed_parts_are_protocol_errors(read: Callable[[object], object], value: object) -> None:
     with pytest.raises(ProtocolError):
-        read_error(value)
+        read(value)
 
 
 def test_a_request_and_an_error_read_back_as_themselves() -> None:

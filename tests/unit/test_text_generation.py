@@ -16,7 +16,7 @@ import pytest
 
 from hf_triton.engine.sequence import Completion, Outcome, SequenceGroup
 from hf_triton.engine.types import EngineLoad
-from hf_triton.errors import CancelledError, GenerationError, HfTritonError, RequestError, SettingsError
+from hf_triton.errors import GenerationError, HfTritonError, RequestError, SettingsError
 from hf_triton.grammar.compiler import GrammarCompiler
 from hf_triton.protocol.parameters import GenerationParameters
 from hf_triton.protocol.prompts import Limits, Prompt
@@ -36,6 +36,7 @@ from hf_triton.tasks.text_generation.service import NUM_HOOK_THREADS, TextGenera
 from hf_triton.tasks.text_generation.tokenizer import TextCodec
 from tests.support.collector import Collector, config_of
 from tests.support.tokenizers import codec_of, raw_ids, tokenizer_of
+from tests.support.waiting import wait_until
 
 KIND = "byte_level"
 VOCABULARY_SIZE = len(tokenizer_of(KIND))
@@ -131,8 +132,7 @@ def reply_to(
     task = build_task(
         outcome, defaults=defaults, excludes_prompt=excludes_prompt, is_encoder_decoder=is_encoder_decoder
     )
-    reply = Collector()
-    submit(task, request_of(prompts, options, **parameters), reply, lambda: False, timeout_s=timeout_s, streams=streams)
+    reply = send(task, *prompts, timeout_s=timeout_s, streams=streams, options=options, **parameters)
     assert reply.is_finished.wait(10)
     task.close()
     return reply
@@ -175,24 +175,21 @@ def build_task(
     )
 
 
-def submit(
+def send(
     task: TextGenerationService,
-    request: GenerationRequest,
-    reply: Collector,
+    *prompts: Prompt,
+    to: Collector | None = None,
     is_cancelled: Callable[[], bool] = lambda: False,
-    *,
     timeout_s: float | None = None,
     streams: bool = False,
-) -> None:
+    options: RequestOptions | None = None,
+    **parameters: Any,
+) -> Collector:
+    """Send a request, and give what collects its answer."""
+    reply = to or Collector()
     reply.timeout_s, reply.asks_whether_cancelled = timeout_s, is_cancelled
-    task.generate(reply, request, config_of(streams=streams))
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 10
-    while not is_so():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
+    task.generate(reply, request_of(prompts, options, **parameters), config_of(streams=streams))
+    return reply
 
 
 def error_code(reply: Collector) -> str:
@@ -227,10 +224,6 @@ def sequences_of(*prompts: Prompt, **asked: Any) -> list[SequenceGroup]:
     return sequences
 
 
-def test_outputs_keep_the_order_of_the_prompts() -> None:
-    assert ask("xyz", "zyx") == [["xyzyz", "zyxyx"]]
-
-
 @pytest.mark.parametrize("prompt", ["panic!", "what?"], ids=["reading", "writing"])
 def test_a_tokenizer_panic_is_an_internal_error(prompt: str) -> None:
     [answer] = ask("good", prompt)
@@ -253,10 +246,7 @@ class SlowCodec(Codec):
 def test_a_request_of_many_prompts_does_not_delay_a_short_one() -> None:
     codec = SlowCodec()
     task = build_task(codec=codec)
-    large, small = [Collector() for _ in range(4)], Collector()
-    for reply in large:
-        submit(task, request_of(("x",) * 200), reply, lambda: False)
-    submit(task, request_of(("y",)), small, lambda: False)
+    large, small = [send(task, *["x"] * 200) for _ in range(4)], send(task, "y")
     assert small.is_finished.wait(10)
     assert not any(reply.is_finished.is_set() for reply in large)
     assert all(reply.is_finished.wait(30) for reply in large)
@@ -287,8 +277,7 @@ def test_short_plain_prompts_are_prepared_in_the_caller_s_thread(
         return echo(sequence)
 
     task = build_task(outcome, context_length=2000, defaults=GenerationParameters(**defaults))
-    reply = Collector()
-    submit(task, request_of(prompts, **asked), reply, lambda: False)
+    reply = send(task, *prompts, **asked)
     assert reply.is_finished.wait(30)
     assert {name == threading.current_thread().name for name in threads} == {is_at_once}
     task.close()
@@ -297,10 +286,8 @@ def test_short_plain_prompts_are_prepared_in_the_caller_s_thread(
 def test_cold_grammars_do_not_delay_other_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     is_over = threading.Event()
     monkeypatch.setattr(GrammarCompiler, "compile", lambda *_: is_over.wait(30) and ask("never"))
-    task, others, small = build_task(), [Collector() for _ in range(4)], Collector()
-    for reply in others:
-        submit(task, request_of(("x",), guided_regex="a"), reply, lambda: False)
-    submit(task, request_of(("y",)), small, lambda: False)
+    task = build_task()
+    others, small = [send(task, "x", guided_regex="a") for _ in range(4)], send(task, "y")
     assert small.is_finished.wait(10)
     is_over.set()
     assert all(reply.is_finished.wait(30) for reply in others)
@@ -310,15 +297,13 @@ def test_cold_grammars_do_not_delay_other_requests(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(("timeout_s", "code"), [(None, "cancelled"), (0.1, "deadline_exceeded")])
 def test_preparation_stops_after_cancellation_or_deadline(timeout_s: float | None, code: str) -> None:
     codec = SlowCodec()
-    task, reply = build_task(codec=codec), Collector()
-    submit(
-        task, request_of(("x",) * 500), reply, lambda: timeout_s is None and codec.num_read > 20, timeout_s=timeout_s
+    task = build_task(codec=codec)
+    reply = send(
+        task, *["x"] * 500, timeout_s=timeout_s, is_cancelled=lambda: timeout_s is None and codec.num_read > 20
     )
     assert reply.is_finished.wait(10)
     task.close()
-    [error] = reply.results
-    assert isinstance(error, HfTritonError)
-    assert error.code == code
+    assert error_code(reply) == code
     assert codec.num_read < 100
 
 
@@ -334,10 +319,10 @@ def test_a_grammar_of_an_ended_request_is_not_compiled(
         raise RequestError("invalid_parameter", "never")
 
     monkeypatch.setattr(GrammarCompiler, "compile", compile_slowly)
-    task, first, late = build_task(), Collector(), Collector()
-    submit(task, request_of(("x",), guided_regex="a"), first, lambda: False)
+    task = build_task()
+    first = send(task, "x", guided_regex="a")
     wait_until(lambda: read == ["a"])
-    submit(task, request_of(("y",), guided_regex="b", max_time=max_time), late, lambda: max_time is None)
+    late = send(task, "y", guided_regex="b", max_time=max_time, is_cancelled=lambda: max_time is None)
     time.sleep(0.2)
     is_over.set()
     assert first.is_finished.wait(10)
@@ -363,12 +348,10 @@ class Held(Hooks):
 def test_requests_that_wait_for_a_thread_are_refused_in_time() -> None:
     hooks = Held()
     task = build_task(hooks=hooks)
-    first, late, gone, patient = [Collector() for _ in range(NUM_HOOK_THREADS)], Collector(), Collector(), Collector()
-    for reply in first:
-        submit(task, request_of(("x",)), reply, lambda: False)
-    submit(task, request_of(("late", "later"), max_time=0.2), late, lambda: False)
-    submit(task, request_of(("gone",)), gone, late.is_finished.is_set)
-    submit(task, request_of(("patient",), max_time=60.0), patient, lambda: False, timeout_s=50.0)
+    first = [send(task, "x") for _ in range(NUM_HOOK_THREADS)]
+    late = send(task, "late", "later", max_time=0.2)
+    gone = send(task, "gone", is_cancelled=late.is_finished.is_set)
+    patient = send(task, "patient", max_time=60.0, timeout_s=50.0)
     assert late.is_finished.wait(10)
     assert gone.is_finished.wait(10)
     assert [error_code(late), error_code(gone)] == ["deadline_exceeded", "cancelled"]
@@ -380,49 +363,33 @@ def test_requests_that_wait_for_a_thread_are_refused_in_time() -> None:
     assert hooks.texts == ["x"] * NUM_HOOK_THREADS + ["patient"]
 
 
-def test_a_request_in_a_slow_hook_is_refused_in_time() -> None:
-    hooks, reached = Held(), list[SequenceGroup]()
-    task, reply = build_task(lambda sequence: reached.append(sequence) or echo(sequence), hooks=hooks), Collector()
-    submit(task, request_of(("x",)), reply, lambda: False, timeout_s=0.2)
+def test_the_shortest_max_time_of_its_prompts_is_the_request_s() -> None:
+    hooks = Held()
+    task, reply = build_task(hooks=hooks, defaults=GenerationParameters(max_time=60.0)), Collector()
+    rows = [GenerationParameters(), GenerationParameters(max_time=0.2), GenerationParameters(max_time=50.0)]
+    task.generate(reply, GenerationRequest(["a", "b", "c"], rows, RequestOptions(), (3,)), config_of(streams=False))
     assert reply.is_finished.wait(10)
     assert error_code(reply) == "deadline_exceeded"
     hooks.may_go.set()
     task.close()
     assert len(reply.results) == 1
-    assert not reached
-
-
-def test_the_shortest_max_time_of_its_prompts_is_the_request_s() -> None:
-    hooks = Held()
-    task, reply = build_task(hooks=hooks, defaults=GenerationParameters(max_time=60.0)), Collector()
-    rows = [GenerationParameters(), GenerationParameters(max_time=0.2), GenerationParameters(max_time=50.0)]
-    submit(task, GenerationRequest(["a", "b", "c"], rows, RequestOptions(), (3,)), reply, lambda: False)
-    assert reply.is_finished.wait(10)
-    assert error_code(reply) == "deadline_exceeded"
-    hooks.may_go.set()
-    task.close()
 
 
 def test_the_gate_bounds_waiting_prompts() -> None:
     hooks = Held()
     task = build_task(hooks=hooks, max_waiting=3)  # beside its 4 rows
 
-    def ask_for(*prompts: str, **parameters: Any) -> Collector:
-        reply = Collector()
-        submit(task, request_of(prompts, **parameters), reply, lambda: False)
-        return reply
-
-    taken = [ask_for("a"), ask_for("b", "c", "d"), ask_for("e", "f", max_time=0.2), ask_for("g")]
+    taken = [send(task, "a"), send(task, "b", "c", "d"), send(task, "e", "f", max_time=0.2), send(task, "g")]
     assert task.load().num_waiting == 7
-    full = ask_for("h")
+    full = send(task, "h")
     assert error_code(full) == "queue_full"
     assert "3 prompts are waiting and 3 may (setting max_waiting_prompts)" in str(full.results[0])
     assert taken[2].is_finished.wait(10)
-    assert error_code(ask_for("h")) == "queue_full", "a thread still has to do with those whose time was up"
+    assert error_code(send(task, "h")) == "queue_full", "a thread still has to do with those whose time was up"
     hooks.may_go.set()
     assert all(reply.is_finished.wait(10) for reply in taken)
     wait_until(lambda: task.load().num_waiting == 0)
-    large = ask_for(*["i"] * 20)  # alone
+    large = send(task, *["i"] * 20)  # alone
     assert large.is_finished.wait(10)
     assert not isinstance(large.results[0], HfTritonError)
     wait_until(lambda: task.load().num_waiting == 0)
@@ -431,36 +398,17 @@ def test_the_gate_bounds_waiting_prompts() -> None:
 
 def test_close_refuses_requests_in_preparation() -> None:
     hooks = Held()
-    task, replies = build_task(hooks=hooks), [Collector() for _ in range(NUM_HOOK_THREADS + 5)]
-    for reply in replies:
-        submit(task, request_of(("x",)), reply, lambda: False)
+    task = build_task(hooks=hooks)
+    replies = [send(task, "x") for _ in range(NUM_HOOK_THREADS + 5)]
     closing = threading.Thread(target=task.close)
     closing.start()
     assert all(reply.is_finished.wait(10) for reply in replies)
     assert {error_code(reply) for reply in replies} == {"shutting_down"}
-    late = Collector()
-    submit(task, request_of(("x",)), late, lambda: False)
-    assert error_code(late) == "shutting_down"
+    assert error_code(send(task, "x")) == "shutting_down"
     hooks.may_go.set()
     closing.join(10)
     assert not closing.is_alive()
     assert len(hooks.texts) <= NUM_HOOK_THREADS
-
-
-def test_hooks_of_a_folder_with_a_grammar_run_in_parallel() -> None:
-    class Meeting(Hooks):
-        def build_prompt(self, text: str) -> str:
-            everyone.wait(10)
-            return text
-
-    everyone = threading.Barrier(NUM_HOOK_THREADS)
-    task = build_task(hooks=Meeting(), defaults=GenerationParameters(guided_regex="a"))
-    replies = [Collector() for _ in range(NUM_HOOK_THREADS)]
-    for reply in replies:
-        submit(task, request_of(("x",)), reply, lambda: False)
-    assert all(reply.is_finished.wait(20) for reply in replies)
-    assert not any(isinstance(reply.results[0], HfTritonError) for reply in replies)
-    task.close()
 
 
 def test_a_cached_grammar_does_not_wait_for_a_cold_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -473,10 +421,8 @@ def test_a_cached_grammar_does_not_wait_for_a_cold_one(monkeypatch: pytest.Monke
     monkeypatch.setattr(GrammarCompiler, "compile", compile_slowly)
     task, held = build_task(), Collector()
     for _ in range(2):
-        reply = Collector()
-        submit(task, request_of(("x",), guided_regex="a"), reply, lambda: False)
-        assert reply.is_finished.wait(10)
-        submit(task, request_of(("x",), guided_regex="b"), held, lambda: False)
+        assert send(task, "x", guided_regex="a").is_finished.wait(10)
+        send(task, "x", guided_regex="b", to=held)
     is_over.set()
     task.close()
 
@@ -487,7 +433,7 @@ def test_a_cancelled_request_leaves_no_reference_cycle(prompts: tuple[str, ...])
     has_gone = weakref.ref(reply)
     gc.disable()
     try:
-        submit(task, request_of(prompts), reply, lambda: True)
+        send(task, *prompts, to=reply, is_cancelled=lambda: True)
         assert reply.is_finished.wait(10)
         assert error_code(reply) == "cancelled"
         del reply
@@ -502,8 +448,8 @@ def test_a_failure_of_engine_submit_is_an_internal_error(
     prompts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(Engine, "submit", Mock(side_effect=MemoryError))
-    task, reply = build_task(), Collector()
-    submit(task, request_of(prompts), reply, lambda: False)
+    task = build_task()
+    reply = send(task, *prompts)
     assert reply.is_finished.wait(10)
     task.close()
     assert error_code(reply) == "internal"
@@ -511,13 +457,13 @@ def test_a_failure_of_engine_submit_is_an_internal_error(
 
 
 def test_a_thread_that_cannot_start_is_an_internal_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    task, reply, later = build_task(), Collector(), Collector()
+    task = build_task()
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
-        submit(task, request_of(("x", "y")), reply, lambda: False)
+        reply = send(task, "x", "y")
     assert error_code(reply) == "internal"
     assert task.load().num_waiting == 0
-    submit(task, request_of(("x", "y")), later, lambda: False)  # whose thread finds the first one too
+    later = send(task, "x", "y")  # whose thread finds the first one too
     assert later.is_finished.wait(10)
     assert not isinstance(later.results[0], HfTritonError)
     task.close()
@@ -533,21 +479,11 @@ def test_a_refusal_that_fails_does_not_affect_other_requests() -> None:
     hooks = Held()
     task, replies = build_task(hooks=hooks), [Broken(), Collector()]
     for reply in replies:
-        submit(task, request_of(("x",), max_time=0.1), reply, lambda: False)
+        send(task, "x", max_time=0.1, to=reply)
     assert replies[1].is_finished.wait(10)
     assert error_code(replies[1]) == "deadline_exceeded"
     hooks.may_go.set()
     task.close()
-
-
-def test_an_error_of_one_prompt_is_the_response_of_its_request() -> None:
-    def outcome(sequence: SequenceGroup) -> Outcome:
-        return (
-            GenerationError("generation_failed", "x") if sequence.prompt_ids == raw_ids(KIND, "b") else echo(sequence)
-        )
-
-    [answer] = ask("a", "b", "c", outcome=outcome)
-    assert answer.code == "generation_failed"
 
 
 @pytest.mark.parametrize(
@@ -568,34 +504,18 @@ def test_prompts_and_parameters_that_do_not_fit_are_refused(prompt: str, paramet
     assert part in str(answer)
 
 
-@pytest.mark.parametrize(("length", "expected"), [(1, 15), (10, 10), (19, 1)])
-def test_the_default_length_is_cut_to_the_context(length: int, expected: int) -> None:
-    assert [each.params.max_new_tokens for each in sequences_of("x" * length)] == [expected]
-
-
-@pytest.mark.parametrize(("length", "expected"), [(1, 12), (10, 10), (19, 1)])
-def test_a_folder_s_default_length_is_cut_to_the_context(length: int, expected: int) -> None:
-    asked = sequences_of("x" * length, defaults=GenerationParameters(max_new_tokens=12))
-    assert [each.params.max_new_tokens for each in asked] == [expected]
+@pytest.mark.parametrize(("length", "rest"), [(1, 19), (10, 10), (19, 1)])
+@pytest.mark.parametrize(("defaults", "most"), [(None, 15), (GenerationParameters(max_new_tokens=12), 12)])
+def test_the_default_length_is_cut_to_the_context(
+    length: int, rest: int, defaults: GenerationParameters | None, most: int
+) -> None:
+    asked = sequences_of("x" * length, defaults=defaults)
+    assert [each.params.max_new_tokens for each in asked] == [min(rest, most)]
 
 
 def test_a_default_length_as_long_as_the_context_fails_the_load() -> None:
     with pytest.raises(SettingsError, match="leaves room for max_new_tokens <= 19 in the context of 20, got 20"):
         build_task(defaults=GenerationParameters(max_new_tokens=20)).check_defaults()
-
-
-def test_after_a_failed_prompt_the_others_are_dropped() -> None:
-    given_up: list[bool] = []
-
-    def outcome(sequence: SequenceGroup) -> Outcome:
-        given_up.append(sequence.listener.is_cancelled())
-        if len(given_up) == 2:
-            return GenerationError("generation_failed", "x")
-        return CancelledError() if sequence.listener.is_cancelled() else echo(sequence)
-
-    [answer] = ask("a", "b", "c", "d", outcome=outcome)
-    assert answer.code == "generation_failed"
-    assert given_up == [False, False, True, True]
 
 
 # --- token ids, tokenizing and truncating ----------------------------------------------------------------------------
@@ -643,9 +563,9 @@ class Framing(Hooks):
 @pytest.mark.parametrize("hooks", [None, Framing()], ids=["plain", "hooks"])
 def test_tokenize_only_returns_the_prompt_as_the_model_gets_it(streams: bool, hooks: Hooks | None) -> None:
     asked = RequestOptions(tokenize_only=True, stream=False, return_prompt_token_ids=True, return_num_input_tokens=True)
-    task, reply = build_task(lambda _: GenerationError("generation_failed", "x"), hooks=hooks), Collector()
+    task = build_task(lambda _: GenerationError("generation_failed", "x"), hooks=hooks)
     prompts = ("good day", "x" * 50)  # longer than the context
-    submit(task, request_of(prompts, asked, logprobs=2, num_return_sequences=2), reply, streams=streams)
+    reply = send(task, *prompts, options=asked, logprobs=2, num_return_sequences=2, streams=streams)
     assert reply.is_finished.wait(10)
     task.close()
     [answers] = reply.results
@@ -901,11 +821,6 @@ def test_a_stream_begins_with_the_prompt_if_asked_for() -> None:
     assert firsts[1].startswith("x")
 
 
-def test_an_empty_completion_still_has_its_prompt() -> None:
-    options = RequestOptions(exclude_input_in_output=False)
-    assert joined(reply_to("go: ", outcome=write(""), streams=True, options=options)) == ["go: "]
-
-
 def test_the_folder_s_prompt_setting_does_not_affect_streams() -> None:
     for excludes_prompt in (True, False):
         assert joined(reply_to("go: ", outcome=write("x"), streams=True, excludes_prompt=excludes_prompt)) == ["x"]
@@ -920,8 +835,11 @@ def test_best_of_cannot_be_streamed() -> None:
     assert len(joined(reply_to("x", outcome=write("y"), streams=True, **(asked | {"best_of": 2})))) == 2
 
 
-@pytest.mark.parametrize("hook", ["build_prompt", "postprocess"])
-def test_slow_hooks_run_in_parallel(hook: str) -> None:
+@pytest.mark.parametrize(
+    ("hook", "defaults"),
+    [("build_prompt", {}), ("postprocess", {}), ("build_prompt", {"guided_regex": "a"})],
+)
+def test_slow_hooks_run_in_parallel(hook: str, defaults: dict[str, str]) -> None:
     together = threading.Barrier(16)
 
     class Waiting(Hooks):
@@ -932,10 +850,8 @@ def test_slow_hooks_run_in_parallel(hook: str) -> None:
         return text
 
     setattr(Waiting, hook, wait)
-    task = build_task(hooks=Waiting())
-    replies = [Collector() for _ in range(16)]
-    for reply in replies:
-        submit(task, request_of(("ab",)), reply, lambda: False)
+    task = build_task(hooks=Waiting(), defaults=GenerationParameters(**defaults))
+    replies = [send(task, "ab") for _ in range(16)]
     assert all(reply.is_finished.wait(60) for reply in replies)
     assert not any(isinstance(result, HfTritonError) for reply in replies for result in reply.results)
     task.close()
@@ -949,8 +865,8 @@ def test_close_waits_for_responses_in_postprocess() -> None:
             goes_on.wait(30)
             return text
 
-    task, reply = build_task(hooks=Waiting()), Collector()
-    submit(task, request_of(("ab",)), reply, lambda: False)
+    task = build_task(hooks=Waiting())
+    reply = send(task, "ab")
     threading.Timer(0.2, goes_on.set).start()
     task.close()
     assert len(reply.results) == 1

@@ -6,7 +6,6 @@ import importlib
 import json
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +18,7 @@ from hf_triton.errors import CancelledError, HfTritonError, RequestError, Unavai
 from hf_triton.triton_backend import shared_memory
 from hf_triton.triton_backend.cancellation import RequestPoller
 from tests.support.triton_stand_in import FINAL, Request, Response, Sender, response_before_25_02, stand_in
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture
@@ -30,17 +30,6 @@ def poller() -> RequestPoller:
 def make_call(poller: RequestPoller) -> Iterator[Callable[..., Any]]:
     with stand_in(response_before_25_02) as module:
         yield lambda request, *arguments: module.TritonRequest(request, poller, *arguments)
-
-
-def test_only_the_first_final_response_is_sent(make_call: Callable[[Request], Any]) -> None:
-    request = Request()
-    call = make_call(request)
-    call.answer({"text_output": np.array([b"first"], dtype=np.object_)})
-    call.answer({"text_output": np.array([b"second"], dtype=np.object_)})
-    call.refuse(HfTritonError("internal", "third"))
-    del call
-    [[(name, array)]] = request.sender.sent
-    assert (name, list(array)) == ("text_output", [b"first"])
 
 
 def text(value: bytes) -> dict[str, Any]:
@@ -58,7 +47,8 @@ def test_responses_are_in_order_and_none_follows_the_final_one(make_call: Callab
         call.add(text(part))
     call.answer(text(b"three"))
     call.add(text(b"four"))
-    call.refuse(HfTritonError("internal", "five"))
+    call.answer(text(b"five"))
+    call.refuse(HfTritonError("internal", "six"))
     assert texts_of(request.sender.parts) == [b"one", b"two"]
     assert texts_of(request.sender.sent) == [b"three"]
 
@@ -70,12 +60,6 @@ def test_an_error_may_be_the_final_response_of_a_stream(make_call: Callable[[Req
     call.refuse(HfTritonError("internal", "two"))
     assert texts_of(request.sender.parts) == [b"one"]
     assert [error.message for error in request.sender.sent] == ["internal: two"]
-
-
-def wait_until(is_true: Callable[[], bool]) -> None:
-    """Wait for what must come; one that does not ends the test by its timeout."""
-    while not is_true():
-        time.sleep(0.001)
 
 
 def test_a_cancellation_is_noticed_while_the_request_is_open(make_call: Callable[[Request], Any]) -> None:

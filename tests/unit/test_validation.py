@@ -8,6 +8,8 @@ import annotated_types
 import pytest
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 
+from hf_triton.protocol.chat_request import ChatOptions
+from hf_triton.protocol.request_options import RequestOptions
 from hf_triton.protocol.parameters import GenerationParameters
 from hf_triton.protocol.request_options import RequestOptions
 from hf_triton.protocol.validation import (
@@ -211,7 +213,7 @@ def test_the_table_has_a_row_for_each_field() -> None:
     assert len(rows) == 2 + len(Declared.model_fields)
 
 
-@pytest.mark.parametrize("model", [GenerationParameters, RequestOptions, ModelSettings])
+@pytest.mark.parametrize("model", [ChatOptions, GenerationParameters, RequestOptions, ModelSettings])
 def test_every_field_has_a_description_and_a_range(model: type[BaseModel]) -> None:
     for name, field in model.model_fields.items():
         assert len(field.description or "") > 20, name
