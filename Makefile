@@ -93,8 +93,13 @@ test: $(SETUP) $(PERF_ANALYZER) $(PROGRAMS) ## Run the tests; TESTS=tests/unit f
 test-all: $(SETUP) $(PERF_ANALYZER) $(PROGRAMS) $(TRITON) ## Run every test: all architectures, the simulated GPU, a short soak
 	$(call pytest,not container)
 
-test-python312: $(SETUP) $(PERF_ANALYZER) $(PROGRAMS) ## Run the tests of server and gateway on Python 3.12, if there is one (6 GB)
-	$(if $(PYTHON312),$(MAKE) VENV=.venv/python312 PYTHON=$(PYTHON312) TESTS="tests/server tests/openai" test-quick,\
+# What another Python can break is how a module is compiled and imported, Triton's stub, threads and event loops: each client
+# and stream of Triton once, a download from the Hub, each task, and each API, disconnect and process of a gateway.
+ON_PYTHON312 := $(addprefix tests/server/test_,clients.py requested_outputs.py streaming.py encoders.py) \
+  $(addprefix tests/openai/test_,chat.py completions.py disconnect.py http.py messages.py pipelines.py responses.py restart.py \
+  run_batch.py)
+test-python312: $(SETUP) ## Run those tests on Python 3.12 that a Python can break, if there is one (6 GB)
+	$(if $(PYTHON312),$(MAKE) VENV=.venv/python312 PYTHON=$(PYTHON312) TESTS="$(ON_PYTHON312)" test-quick,\
 	  @echo "test-python312 is skipped: there is no Python 3.12 that runs; make test-python312 PYTHON312=/path/to/python3.12")
 
 test-quick: $(SETUP)
@@ -230,7 +235,7 @@ lock: ## Write the hashes of the images' packages (uv, an index)
 
 test-page: $(SETUP) ## Test the chat page in a headless Chromium
 	tests/openai/setup.sh
-	REQUIRE_CHROMIUM=1 $(BIN)/pytest tests/openai/test_page*.py $(call record,$@)
+	REQUIRE_CHROMIUM=1 $(BIN)/pytest -n 2 --dist loadscope --no-loadscope-reorder tests/openai/test_page*.py $(call record,$@)
 
 # The base's Python is PYTHON312 where pip's settings offer torch's CPU build for it, else Debian's 3.11.
 test-container: export PYTHON312 := $(PYTHON312)

@@ -21,11 +21,17 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 FOREIGN = ("HF_", "TRANSFORMERS_", "HUGGING_FACE_", "HUGGINGFACE", "PRIVATE_REPO_TOKEN", "XDG_CACHE_HOME")
 SHARED_SERVERS = {
-    "tests/server": {"standard"},
-    "tests/openai": {"triton", "gateway", "client", "agents", "openai_agent", "responses", "messages", "encoders"},
+    "tests/openai": (
+        {"triton", "gateway", "client", "agents", "openai_agent", "responses", "messages"},
+        {"encoders"},
+    ),
+    "tests/server": ({"standard"},),
 }
-"""Folders whose modules share servers, each with the fixtures of its conftest that start them."""
-SIGNATURE = re.compile(r"^(?:def |    )\S.*$", flags=re.MULTILINE)
+"""Folders whose modules share servers, each with the fixtures of its conftest that start them, by the worker."""
+LONGEST = ("deploy", "server", "openai", "docs", "cli", "gpu", "models", "engine", "encoder", "tasks", "unit")
+FOLDERS = {f"tests/{name}": turn for turn, name in enumerate(LONGEST)}
+"""Folders, those with the longest modules first: the short ones fill the workers at the end."""
+TAKING = re.compile(r"^(?:@pytest\.fixture.*\n(?:@.*\n)*def \w+|def test_\w+)\(([^)]*)\)", flags=re.MULTILINE)
 ARGUMENT = re.compile(r"\b(\w+): \w")
 FIXTURE = re.compile(r"^def (\w+)\(", flags=re.MULTILINE)
 
@@ -40,10 +46,24 @@ class ServerScheduling(LoadScopeScheduling):
 @functools.cache
 def _scope(path: str) -> str:
     folder = path.rpartition("/")[0]
+    if folder not in SHARED_SERVERS:
+        return path
     text = (ROOT / path).read_text(encoding="utf-8")
-    taken = {name for line in SIGNATURE.findall(text) for name in ARGUMENT.findall(line)}
+    taken = {name for arguments in TAKING.findall(text) for name in ARGUMENT.findall(arguments)}
     taken -= set(FIXTURE.findall(text))  # the module's own
-    return folder if taken & SHARED_SERVERS.get(folder, set()) else path
+    shared = (f"{folder}, {min(fixtures)}" for fixtures in SHARED_SERVERS[folder] if taken & fixtures)
+    return next(shared, path)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let begin first what takes longest, so that the workers end together."""
+
+    def turn(item: pytest.Item) -> int:
+        scope = _scope(item.nodeid.partition("::")[0])
+        return FOLDERS.get(scope.rpartition("/")[0], len(FOLDERS)) if scope.endswith(".py") else -1
+
+    items.sort(key=turn)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -26,8 +26,6 @@ from hf_triton.errors import HfTritonError, RequestError
 from hf_triton.runner.batch_probe import Sharing, asks_for
 from hf_triton.runner.calling import begin_anew, has_bare_state
 from hf_triton.runner.faults import error_outcome, is_fatal
-from hf_triton.runner.faults import error_outcome, is_fatal, is_memory, kind
-from hf_triton.runner.lora.model_adapters import Adapters
 from hf_triton.runner.padding import pad
 from hf_triton.runner.reference import PLAIN
 from hf_triton.sampling.logprobs import token_logprobs

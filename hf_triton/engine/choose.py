@@ -16,7 +16,6 @@ from hf_triton.errors import CheckpointError
 from hf_triton.runner.batch_probe import Sharing, asks_for, probe_batching
 from hf_triton.runner.faults import described, is_memory
 from hf_triton.runner.long_rope import has_long_rope
-from hf_triton.runner.lora.model_adapters import Adapters
 from hf_triton.runner.positions import counts_padding, shares_positions
 from hf_triton.runner.way_probe import Finding, find_way
 

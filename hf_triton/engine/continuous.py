@@ -22,8 +22,6 @@ from hf_triton.engine.scheduler import Scheduler
 from hf_triton.engine.sequence import SequenceGroup
 from hf_triton.engine.types import EngineLoad
 from hf_triton.errors import HfTritonError, RequestError
-from hf_triton.runner.gpu_memory import SEQUENCE_TOKENS, WHOLE_GPU, GpuPart
-from hf_triton.runner.lora.model_adapters import Adapters
 from hf_triton.runner.model_runner import PACKED, ModelRunner, Way
 from hf_triton.runner.step import Step
 from hf_triton.sampling.draw import prepare_draws

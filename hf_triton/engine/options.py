@@ -13,7 +13,7 @@ from hf_triton.engine.types import Observer
 from hf_triton.runner.gpu_memory import SEQUENCE_TOKENS, WHOLE_GPU, GpuPart
 
 if TYPE_CHECKING:
-    from hf_triton.runner.lora.adapters import Adapters
+    from hf_triton.runner.lora.model_adapters import Adapters
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -92,7 +92,7 @@ def written_candidates(
 
 def machine_of(base: Row) -> dict[str, Any]:
     """Describe the machine of a candidate: processor, threads, versions, date."""
-    from hf_triton.runner.graph import processor
+    from hf_triton.runner.graph_model import processor
 
     versions = {}
     for name in VERSIONS:

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from hf_triton.hub.checkpoint import Checkpoint
-    from hf_triton.hub.locate import Hub
     from hf_triton.settings import ModelSettings
 
 NUM_FIRST: Final = 4

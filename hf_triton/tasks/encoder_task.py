@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     import torch
 
     from hf_triton.hub.checkpoint import Checkpoint
-    from hf_triton.hub.locate import Hub
     from hf_triton.hub.sentence_files import TransformerConfig
     from hf_triton.hub.sentence_modules import SentenceModules
     from hf_triton.settings import ModelSettings

@@ -10,8 +10,6 @@ from hf_triton.protocol.task_declaration import TaskDeclaration
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from hf_triton.hub.checkpoint import Checkpoint
-    from hf_triton.hub.locate import Hub
     from hf_triton.settings import ModelSettings
 
 

@@ -14,7 +14,6 @@ from transformers import DynamicCache
 from hf_triton.engine.config import EngineConfig
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.options import EngineOptions
-from hf_triton.engine.types import Observer
 from hf_triton.runner.calling import cache_name
 from hf_triton.runner.device import ChunkSizes
 from hf_triton.runner.long_rope import LongRope

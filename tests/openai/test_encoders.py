@@ -19,8 +19,6 @@ from transformers import AutoModelForSequenceClassification
 
 from hf_triton.testing import TritonServer
 from hf_triton_gateway.gateway_config import GatewayConfig
-from hf_triton_gateway.triton.endpoint import Endpoint
-from hf_triton_gateway.triton.triton_models import TritonModels
 from tests.support.adapters import wrap
 from tests.support.client import post
 from tests.support.clients import CLIENTS, has, run

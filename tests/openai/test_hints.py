@@ -8,9 +8,9 @@ import httpx
 import pytest
 
 from hf_triton.testing import TritonServer
+from hf_triton_gateway.agents.message_blocks import read_messages
 from hf_triton_gateway.chat.chat_completions import ChatRequest
 from hf_triton_gateway.gateway_config import GatewayConfig
-from hf_triton_gateway.agents.message_blocks import read_messages
 from hf_triton_gateway.http import hints
 from hf_triton_gateway.http.bodies import LARGE_BYTES
 from tests.support.gateway import GatewayThread

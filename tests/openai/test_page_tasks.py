@@ -135,6 +135,7 @@ def test_similarities_are_a_table(open_page: Callable[..., Chat], url: str) -> N
     assert len(json.loads(result.stdout)["data"]) == 3
 
 
+@pytest.mark.usefixtures("browser")  # without one, no server is started for this test alone
 def test_token_tasks_have_the_form_of_their_neighbours(url: str, checkpoints: dict[str, Path]) -> None:
     def ask(path: str, **body: object) -> httpx.Response:
         return httpx.post(f"{url}/v1/{path}", json=body, timeout=60)

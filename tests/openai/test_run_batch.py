@@ -17,7 +17,7 @@ from hf_triton.server import free_ports
 from hf_triton.testing import TritonServer
 from hf_triton_cli.commands import main
 from hf_triton_gateway.gateway_config import GatewayConfig
-from tests.support.commands import hf_triton
+from tests.support.commands import hf_triton, in_process
 from tests.support.gateway import GatewayThread
 from tests.support.paths import ROOT
 from tests.support.serving import COMMAND
@@ -188,13 +188,13 @@ def test_no_proxy_stands_before_this_machine(gateway: GatewayThread) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.full
-def test_a_gateway_without_its_server_ends_the_run(tmp_path: Path) -> None:
+def test_a_gateway_without_its_server_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_triton_cli.client.batch_client.WAITS_S", (0.1, 0.2, 0.4))
     config = GatewayConfig(triton=f"127.0.0.1:{free_ports(1)[0]}", port=0)
     requests = write(tmp_path / "in.jsonl", [line(str(number)) for number in range(100)])
     with GatewayThread(config) as alone:
-        done = hf_triton("run-batch", str(requests), "-o", str(tmp_path / "out.jsonl"), "--url", alone.url)
-    assert done.returncode == 4
+        done = in_process("run-batch", requests, "-o", tmp_path / "out.jsonl", "--url", alone.url)
+    assert done.exit_code == 4
     assert "reaches no server: when it does, the same command goes on" in done.stderr
     assert (tmp_path / "out.jsonl").read_bytes() == b""
 

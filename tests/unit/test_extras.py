@@ -24,7 +24,6 @@ from hf_triton.hub.graph_facts import check_graph
 from hf_triton.hub.load_failures import QUANTIZED_PACKAGES, explain_load
 from hf_triton.hub.pretrained import load_image_processor
 from hf_triton.protocol.otlp import build_tracing
-from hf_triton.runner import graph
 from hf_triton.runner import graph_model
 from hf_triton.runner.cpu.availability import runs_numba
 from hf_triton.runner.lora.adapter_files import _check_method

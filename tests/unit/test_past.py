@@ -11,7 +11,7 @@ import anthropic.types
 import pytest
 from openai.types.responses import Response
 
-from hf_triton.protocol.chat import parse_chat
+from hf_triton.protocol.chat_request import parse_chat
 from hf_triton_gateway.agents.message_blocks import read_messages
 from hf_triton_gateway.agents.response_input import read_input
 from hf_triton_gateway.agents.response_tools import ResponseTools

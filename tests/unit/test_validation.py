@@ -9,7 +9,6 @@ import pytest
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 
 from hf_triton.protocol.chat_request import ChatOptions
-from hf_triton.protocol.request_options import RequestOptions
 from hf_triton.protocol.parameters import GenerationParameters
 from hf_triton.protocol.request_options import RequestOptions
 from hf_triton.protocol.validation import (
