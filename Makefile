@@ -53,7 +53,7 @@ PROGRAMS := .venv/programs/.set-up
 RAY := .venv/ray/.set-up
 TRITON := .venv/triton/.set-up
 
-.PHONY: help setup ports serve test test-all test-quick test-python312 test-clients bench soak check format docs lock test-gptq test-ray test-page \
+.PHONY: help setup setup-python312 ports serve test test-all test-python312 on-python312 test-clients bench soak check format docs lock test-gptq test-ray test-page \
   test-container wheel clean
 
 help: ## List the targets
@@ -98,12 +98,16 @@ test-all: $(SETUP) $(PERF_ANALYZER) $(PROGRAMS) $(TRITON) ## Run every test: all
 ON_PYTHON312 := $(addprefix tests/server/test_,clients.py requested_outputs.py streaming.py encoders.py) \
   $(addprefix tests/openai/test_,chat.py completions.py disconnect.py http.py messages.py pipelines.py responses.py restart.py \
   run_batch.py)
-test-python312: $(SETUP) ## Run those tests on Python 3.12 that a Python can break, if there is one (6 GB)
-	$(if $(PYTHON312),$(MAKE) VENV=.venv/python312 PYTHON=$(PYTHON312) TESTS="$(ON_PYTHON312)" test-quick,\
+OF_PYTHON312 = VENV=.venv/python312 PYTHON=$(PYTHON312)
+test-python312: setup-python312 ## Test what another Python can break on Python 3.12, if there is one (6 GB)
+	$(if $(PYTHON312),$(MAKE) $(OF_PYTHON312) TESTS="$(ON_PYTHON312)" on-python312)
+
+setup-python312: $(SETUP)
+	$(if $(PYTHON312),$(MAKE) $(OF_PYTHON312) setup,\
 	  @echo "test-python312 is skipped: there is no Python 3.12 that runs; make test-python312 PYTHON312=/path/to/python3.12")
 
-test-quick: $(SETUP)
-	$(call pytest,not container and not full)
+on-python312: $(SETUP)
+	$(call pytest,not container)
 
 # perf_analyzer comes in an older client wheel, and finds two libraries in the server's wheel.
 $(PERF_ANALYZER): $(SETUP)

@@ -17,6 +17,8 @@ from tests.support.images import IMAGES, LABELS, encoded, save_image_checkpoint
 from tests.support.speech import encode, save_whisper, sound
 from tests.support.tasks import reference, save_task_checkpoint
 
+pytestmark = pytest.mark.full  # nine models
+
 ENTITIES = {0: "O", 1: "B-PER", 2: "I-PER", 3: "B-LOC", 4: "I-LOC"}
 INFERENCE = {0: "contradiction", 1: "neutral", 2: "entailment"}
 HEADS: dict[str, tuple[str, str, dict[str, Any]]] = {
