@@ -46,7 +46,6 @@ class Classification(EncoderTask[ClassificationOptions]):
     """See `EncoderTask`; what is classified is a subclass's."""
 
     def check_options(self, options: ClassificationOptions) -> None:
-        """See `EncoderTask`."""
         top_k, num_labels = options.top_k, self.config.num_labels
         if top_k is not None and top_k > num_labels:
             raise RequestError(
@@ -54,7 +53,7 @@ class Classification(EncoderTask[ClassificationOptions]):
             )
 
     def decode(self, encoded: EncodedRow, options: ClassificationOptions, outputs: list[Floats]) -> TaskResult:
-        """See `EncoderTask`. JSON is an object, or an array of them if `top_k` is given."""
+        """JSON is an object, or an array of them if `top_k` is given."""
         scores = self._scores(outputs[0], options.function_to_apply)
         best = best_first(scores)[: options.top_k or 1]
         labels = [self.label(index) for index in best]

@@ -65,8 +65,6 @@ class EmbeddingOptions(PromptOptions, VectorOptions):
 
 
 class Embeddings(EncoderTask[EmbeddingOptions]):
-    """See `EncoderTask`."""
-
     declaration: ClassVar[TaskDeclaration] = TaskDeclaration(
         name="embeddings",
         texts=(
@@ -89,7 +87,6 @@ class Embeddings(EncoderTask[EmbeddingOptions]):
 
     @classmethod
     def check_files(cls, folder: Path, settings: ModelSettings) -> None:
-        """See `EncoderTask`."""
         find_modules(folder, settings)
 
     def __init__(self, checkpoint: Checkpoint, settings: ModelSettings) -> None:
@@ -104,7 +101,7 @@ class Embeddings(EncoderTask[EmbeddingOptions]):
     def read(
         self, inputs: Mapping[str, Array], parameters: Mapping[str, object], limits: Limits
     ) -> TaskRequest[EmbeddingOptions]:
-        """See `EncoderTask`. `embedding_request` is read as the inputs and parameters that it stands for."""
+        """`embedding_request` is read as the inputs and parameters that it stands for."""
         outputs = None
         if EMBEDDING_REQUEST in inputs or EMBEDDING_REQUEST in parameters:
             outputs = vllm_outputs(inputs, parameters)
@@ -124,12 +121,10 @@ class Embeddings(EncoderTask[EmbeddingOptions]):
         return dataclasses.replace(request, default_outputs=outputs)
 
     def check_options(self, options: EmbeddingOptions) -> None:
-        """See `EncoderTask`."""
         check_dimensions(options, self._head.num_outputs)
         self._prompts.check(options.prompt_name)
 
     def encode(self, row: Row, options: EmbeddingOptions) -> EncodedRow:
-        """See `EncoderTask`."""
         prompt = self._prompts.text(options.prompt_name)
         encoding = self.tokenize(prompt + row[TEXT], options=options)
         encoded = self.to_input(encoding)
@@ -152,7 +147,7 @@ class Embeddings(EncoderTask[EmbeddingOptions]):
         return self._head(outputs)
 
     def decode(self, encoded: EncodedRow, options: EmbeddingOptions, outputs: list[npt.NDArray[Any]]) -> TaskResult:
-        """See `EncoderTask`. A vector is cut, then normalised."""
+        """A vector is cut, then normalised."""
         normalizes = self._normalizes if options.normalize is None else options.normalize
         vector = cut_vector(outputs[0], options.dimensions or self._modules.dimensions, normalizes=normalizes)
         return TaskResult(json=vector, tensors={"embedding": vector, "num_output_tokens": 0})

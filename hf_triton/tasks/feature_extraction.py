@@ -15,8 +15,6 @@ STATES = "last_hidden_state"
 
 
 class FeatureExtraction(EncoderTask[TaskOptions]):
-    """See `EncoderTask`."""
-
     declaration: ClassVar[TaskDeclaration] = TaskDeclaration(
         name="feature-extraction",
         texts=(TEXTS,),
@@ -36,9 +34,8 @@ class FeatureExtraction(EncoderTask[TaskOptions]):
     per_token: ClassVar[bool] = True
 
     def encode(self, row: Row, options: TaskOptions) -> EncodedRow:
-        """See `EncoderTask`."""
         return EncodedRow([self.to_input(self.tokenize(row[TEXT], options=options))])
 
     def decode(self, encoded: EncodedRow, options: TaskOptions, outputs: list[npt.NDArray[Any]]) -> TaskResult:
-        """See `EncoderTask`. JSON is nested as transformers' pipeline nests it: texts, tokens, values."""
+        """JSON is nested as transformers' pipeline nests it: texts, tokens, values."""
         return TaskResult(json=outputs[0][None], tensors={STATES: outputs[0]})

@@ -37,8 +37,6 @@ class MaskOptions(TaskOptions):
 
 
 class FillMask(EncoderTask[MaskOptions]):
-    """See `EncoderTask`."""
-
     declaration: ClassVar[TaskDeclaration] = TaskDeclaration(
         name="fill-mask",
         texts=(TextInput(TEXT, "the texts, each with one or more of the model's mask tokens", TEXT_ALIASES),),
@@ -63,7 +61,6 @@ class FillMask(EncoderTask[MaskOptions]):
         self.mask_token = self.tokenizer.mask_token
 
     def encode(self, row: Row, options: MaskOptions) -> EncodedRow:
-        """See `EncoderTask`."""
         encoding = self.tokenize(row[TEXT], options=options)
         mask, mask_id = self.tokenizer.mask_token, self.tokenizer.mask_token_id
         positions = [position for position, token_id in enumerate(encoding.ids) if token_id == mask_id]
@@ -90,7 +87,7 @@ class FillMask(EncoderTask[MaskOptions]):
         return vocabulary
 
     def decode(self, encoded: EncodedRow, options: MaskOptions, outputs: list[Floats]) -> TaskResult:
-        """See `EncoderTask`. JSON is an array of tokens; of a text with several masks, one such array for each."""
+        """JSON is an array of tokens; of a text with several masks, one such array for each."""
         ids, positions, targets = encoded.context
         filled = []
         for position, probabilities in zip(positions, softmax(outputs[0]), strict=True):

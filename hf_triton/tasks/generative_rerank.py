@@ -41,8 +41,6 @@ class GenerativeOptions(RerankOptions):
 
 
 class GenerativeRerank(EncoderTask[GenerativeOptions]):
-    """See `EncoderTask`."""
-
     declaration: ClassVar[TaskDeclaration] = dataclasses.replace(
         Rerank.declaration, options=GenerativeOptions, takes_tokens=False
     )
@@ -51,7 +49,6 @@ class GenerativeRerank(EncoderTask[GenerativeOptions]):
 
     @classmethod
     def check_files(cls, folder: Path, settings: Any) -> None:
-        """See `EncoderTask`."""
         load_general_config(folder)
         load_logit_score(folder)
 
@@ -82,7 +79,6 @@ class GenerativeRerank(EncoderTask[GenerativeOptions]):
         return ids[0][0], ids[1][0]
 
     def check_options(self, options: GenerativeOptions) -> None:
-        """See `EncoderTask`."""
         self._prompts.check(options.prompt_name)
 
     def _plain_ids(self, text: str) -> list[int]:
@@ -90,7 +86,6 @@ class GenerativeRerank(EncoderTask[GenerativeOptions]):
         return ids
 
     def encode(self, row: Row, options: GenerativeOptions) -> EncodedRow:
-        """See `EncoderTask`."""
         prompt = self._prompts.text(options.prompt_name) if options.instruction is None else options.instruction
         row = {**row, DOCUMENTS: first_tokens(self, row[DOCUMENTS], options.max_tokens_per_doc)}
         if self._score.transformer is None:
@@ -134,7 +129,7 @@ class GenerativeRerank(EncoderTask[GenerativeOptions]):
         return ids
 
     def decode(self, encoded: EncodedRow, options: GenerativeOptions, outputs: list[Floats]) -> TaskResult:
-        """See `EncoderTask`. The logit is that of `yes`, less that of `no`."""
+        """The logit is that of `yes`, less that of `no`."""
         logits = outputs[0][-1]
         no = 0.0 if self._score.false_token is None else logits[self._score.false_token]
         is_raw = options.raw_scores or self._activation == "identity"

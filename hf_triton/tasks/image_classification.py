@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 
 class ImageClassification(Classification, ImageTask[ClassificationOptions]):
-    """See `ImageTask`."""
-
     declaration: ClassVar[TaskDeclaration] = TaskDeclaration(
         name="image-classification", texts=(IMAGES,), outputs=OUTPUTS, options=ClassificationOptions, has_json=False
     )
@@ -32,10 +30,8 @@ class ImageClassification(Classification, ImageTask[ClassificationOptions]):
         self.trial()
 
     def encode(self, row: Row, options: ClassificationOptions) -> EncodedRow:
-        """See `EncoderTask`."""
         return EncodedRow([self.image(row[IMAGE])])
 
     def compute(self, arrays: dict[str, torch.Tensor]) -> torch.Tensor:
-        """See `ImageTask`."""
         logits: torch.Tensor = self.model(**arrays).logits
         return logits

@@ -45,8 +45,6 @@ TEXT_MULTIPLE: Final = 16
 
 
 class ImageEmbeddings(ImageTask[VectorOptions]):
-    """See `ImageTask`."""
-
     declaration: ClassVar[TaskDeclaration] = TaskDeclaration(
         name="embeddings",
         texts=(
@@ -62,7 +60,6 @@ class ImageEmbeddings(ImageTask[VectorOptions]):
 
     @classmethod
     def check_config(cls, config: Any, settings: ModelSettings) -> None:
-        """See `EncoderTask`."""
         if settings.pooling is not None:
             raise SettingsError(f"pooling has no effect on a {architecture_names(config)}: leave it out")
 
@@ -79,13 +76,11 @@ class ImageEmbeddings(ImageTask[VectorOptions]):
         self._size: int = self.trial()[0].shape[-1]
 
     def examples(self) -> list[ArrayInput]:
-        """See `ImageTask`."""
         return [*super().examples(), self._padded(self._token_ids("a", VectorOptions(truncate=True)))]
 
     def read(
         self, inputs: Mapping[str, Array], parameters: Mapping[str, object], limits: Limits
     ) -> TaskRequest[VectorOptions]:
-        """See `EncoderTask`."""
         given = [text.name for text in self.declaration.texts if {text.name, *text.aliases} & {*inputs, *parameters}]
         if len(given) != 1:
             problem = f"{param_list(given, ' and ')} are given" if given else "there is no text and no image"
@@ -93,30 +88,26 @@ class ImageEmbeddings(ImageTask[VectorOptions]):
         return super().read(inputs, parameters, limits)
 
     def check_options(self, options: VectorOptions) -> None:
-        """See `EncoderTask`."""
         check_dimensions(options, self._size)
 
     def encode(self, row: Row, options: VectorOptions) -> EncodedRow:
-        """See `EncoderTask`."""
         if IMAGE in row:
             return EncodedRow([self.image(row[IMAGE])])
         check_size(len(row[TEXT].encode()), self._text_limits, param(TEXT))
         return EncodedRow([self._padded(self._token_ids(row[TEXT], options))])
 
     def encode_tokens(self, row: TokenRow, options: VectorOptions) -> EncodedRow:
-        """See `EncoderTask`."""
         inputs = super().encode_tokens(row, options).inputs
         return EncodedRow([self._padded(each.ids) for each in inputs])
 
     def compute(self, arrays: dict[str, torch.Tensor]) -> torch.Tensor:
-        """See `ImageTask`."""
         is_text = "input_ids" in arrays
         output = self.model.get_text_features(**arrays) if is_text else self.model.get_image_features(**arrays)
         vectors: torch.Tensor = output.pooler_output
         return vectors
 
     def decode(self, encoded: EncodedRow, options: VectorOptions, outputs: list[npt.NDArray[Any]]) -> TaskResult:
-        """See `EncoderTask`. A vector is cut, then normalised."""
+        """A vector is cut, then normalised."""
         normalizes = self.settings.normalize if options.normalize is None else options.normalize
         vector = cut_vector(outputs[0], options.dimensions, normalizes=bool(normalizes))
         return TaskResult(json=vector, tensors={"embedding": vector})

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 
 class LexicalSparseEmbeddings(SparseEmbeddings):
-    """See `EncoderTask`."""
-
     auto_class: ClassVar[str] = "AutoModel"
     model_outputs: ClassVar[tuple[str, ...]] = ("last_hidden_state",)
 
@@ -54,7 +52,7 @@ class LexicalSparseEmbeddings(SparseEmbeddings):
         return weights
 
     def weights(self, encoded: EncodedRow, output: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """See `SparseEmbeddings`. A token that comes several times has its largest weight."""
+        """A token that comes several times has its largest weight."""
         weights = np.zeros(self._num_tokens, np.float32)
         np.maximum.at(weights, encoded.inputs[0].ids, output)
         weights[self._unused] = 0

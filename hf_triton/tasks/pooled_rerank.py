@@ -24,19 +24,16 @@ if TYPE_CHECKING:
 
 
 class PooledRerank(Rerank):
-    """See `EncoderTask`."""
-
     auto_class: ClassVar[str] = "AutoModel"
     model_outputs: ClassVar[tuple[str, ...]] = ("last_hidden_state",)
     per_token: ClassVar[bool] = True
 
     @classmethod
     def check_config(cls, config: Any, settings: Any) -> None:
-        """See `EncoderTask`. The score is not the model's own."""
+        """The score is not the model's own."""
 
     @classmethod
     def check_files(cls, folder: Path, settings: Any) -> None:
-        """See `EncoderTask`."""
         load_sentence_modules(folder, CROSS_ENCODER)
 
     def __init__(self, checkpoint: Checkpoint, settings: ModelSettings) -> None:

@@ -61,8 +61,6 @@ class Span:
 
 
 class QuestionAnswering(EncoderTask[AnswerOptions]):
-    """See `EncoderTask`."""
-
     declaration: ClassVar[TaskDeclaration] = TaskDeclaration(
         name="question-answering",
         texts=(
@@ -84,12 +82,12 @@ class QuestionAnswering(EncoderTask[AnswerOptions]):
     def read(
         self, inputs: Mapping[str, Array], parameters: Mapping[str, object], limits: Limits
     ) -> TaskRequest[AnswerOptions]:
-        """See `EncoderTask`. MLServer's clients, whose inputs have the same names, read `output` as the first one."""
+        """MLServer's clients, whose inputs have the same names, read `output` as the first one."""
         request = super().read(inputs, parameters, limits)
         return dataclasses.replace(request, default_outputs=(JSON_OUTPUT, *self.declaration.outputs))
 
     def encode(self, row: Row, options: AnswerOptions) -> EncodedRow:
-        """See `EncoderTask`. A context that is longer than a window makes several."""
+        """A context that is longer than a window makes several."""
         self.refuse_limit(options)
         if not row[CONTEXT].strip():
             raise RequestError("invalid_input", f"{param(CONTEXT)} is empty: give the text that holds the answer")
@@ -114,7 +112,7 @@ class QuestionAnswering(EncoderTask[AnswerOptions]):
         return EncodedRow(list(map(self.to_input, encodings)), (row[CONTEXT], encodings))
 
     def decode(self, encoded: EncodedRow, options: AnswerOptions, outputs: list[Floats]) -> TaskResult:
-        """See `EncoderTask`. JSON is the best answer, or an array of them if `top_k` is more than 1."""
+        """JSON is the best answer, or an array of them if `top_k` is more than 1."""
         context, encodings = encoded.context
         answers: dict[str, dict[str, Any]] = {}
         nulls = []

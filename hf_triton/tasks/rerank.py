@@ -48,8 +48,6 @@ class RerankOptions(TaskOptions):
 
 
 class Rerank(EncoderTask[RerankOptions]):
-    """See `EncoderTask`."""
-
     declaration: ClassVar[TaskDeclaration] = TaskDeclaration(
         name="rerank",
         texts=(
@@ -65,7 +63,6 @@ class Rerank(EncoderTask[RerankOptions]):
 
     @classmethod
     def check_config(cls, config: Any, settings: Any) -> None:
-        """See `EncoderTask`."""
         if config.num_labels != 1:
             raise CheckpointError(
                 "unsupported_model",
@@ -75,7 +72,6 @@ class Rerank(EncoderTask[RerankOptions]):
 
     @classmethod
     def check_files(cls, folder: Path, settings: Any) -> None:
-        """See `EncoderTask`."""
         load_general_config(folder)
         load_cross_encoder(folder, "sequence-classification")
 
@@ -88,17 +84,15 @@ class Rerank(EncoderTask[RerankOptions]):
             self.follow(transformer)
 
     def check_options(self, options: RerankOptions) -> None:
-        """See `EncoderTask`."""
         self._prompts.check(options.prompt_name)
 
     def encode(self, row: Row, options: RerankOptions) -> EncodedRow:
-        """See `EncoderTask`."""
         query = self._prompts.text(options.prompt_name) + row[QUERY]
         document = first_tokens(self, row[DOCUMENTS], options.max_tokens_per_doc)
         return EncodedRow([self.to_input(self.tokenize(query, document, options))])
 
     def encode_tokens(self, row: TokenRow, options: RerankOptions) -> EncodedRow:
-        """See `EncoderTask`. What is a document's among token ids is not known."""
+        """What is a document's among token ids is not known."""
         if options.max_tokens_per_doc is not None:
             raise RequestError(
                 "invalid_parameter", f"{param('max_tokens_per_doc')} is for texts, and not for token ids"
@@ -106,7 +100,6 @@ class Rerank(EncoderTask[RerankOptions]):
         return super().encode_tokens(row, options)
 
     def decode(self, encoded: EncodedRow, options: RerankOptions, outputs: list[Floats]) -> TaskResult:
-        """See `EncoderTask`."""
         return score_result(outputs[0].reshape(()), is_raw=options.raw_scores or self._activation == "identity")
 
 

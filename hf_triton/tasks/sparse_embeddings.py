@@ -32,7 +32,7 @@ class SparseOptions(PromptOptions):
 
 
 class SparseEmbeddings(EncoderTask[SparseOptions]):
-    """See `EncoderTask`. The logits of a masked language model, pooled over a text's tokens."""
+    """The logits of a masked language model, pooled over a text's tokens."""
 
     declaration: ClassVar[TaskDeclaration] = TaskDeclaration(
         name="sparse-embeddings",
@@ -55,7 +55,6 @@ class SparseEmbeddings(EncoderTask[SparseOptions]):
 
     @classmethod
     def check_files(cls, folder: Path, settings: ModelSettings) -> None:
-        """See `EncoderTask`."""
         load_sparse_modules(folder)
 
     def __init__(self, checkpoint: Checkpoint, settings: ModelSettings) -> None:
@@ -68,11 +67,9 @@ class SparseEmbeddings(EncoderTask[SparseOptions]):
         self.merge = torch.maximum if self._modules.pooling == "max" else torch.add
 
     def check_options(self, options: SparseOptions) -> None:
-        """See `EncoderTask`."""
         self._prompts.check(options.prompt_name)
 
     def encode(self, row: Row, options: SparseOptions) -> EncodedRow:
-        """See `EncoderTask`."""
         text = self._prompts.text(options.prompt_name) + row[TEXT]
         return EncodedRow([self.to_input(self.tokenize(text, options=options))])
 
@@ -91,7 +88,7 @@ class SparseEmbeddings(EncoderTask[SparseOptions]):
         return weights.log1p_() if self._modules.activation == "log1p_relu" else weights
 
     def decode(self, encoded: EncodedRow, options: SparseOptions, outputs: list[npt.NDArray[Any]]) -> TaskResult:
-        """See `EncoderTask`. JSON is an object with `indices` and `values`."""
+        """JSON is an object with `indices` and `values`."""
         weights = self.weights(encoded, outputs[0])
         indices = np.flatnonzero(weights)
         limit = options.max_active_dims or self._modules.general.max_active_dims

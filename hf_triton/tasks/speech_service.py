@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final, cast
 
 from hf_triton.engine.speech_params import SpeechGroup, Transcript
 from hf_triton.errors import CheckpointError, RequestError, as_own_error, panics_as_errors
@@ -18,7 +18,7 @@ from hf_triton.protocol.model_info import ModelInfo
 from hf_triton.protocol.prompts import Limits
 from hf_triton.protocol.request_values import in_row
 from hf_triton.protocol.task_declaration import AUDIO
-from hf_triton.protocol.task_requests import TaskRequest, encode_results, outputs_to_fill, read_task_request
+from hf_triton.protocol.task_requests import Row, TaskRequest, encode_results, outputs_to_fill, read_task_request
 from hf_triton.protocol.tensor_values import Array
 from hf_triton.sentence import param
 from hf_triton.tasks.audio import read_audio
@@ -88,7 +88,7 @@ class SpeechService(EngineService):
         self._begin(
             answer,
             partial(self._prepare, answer, checked, names),
-            num_prompts=sum(1 + len(row[AUDIO]) // BYTES_PER_PROMPT for row in _files(checked)),
+            num_prompts=sum(1 + len(row[AUDIO]) // BYTES_PER_PROMPT for row in cast(Sequence[Row], checked.rows)),
             deadline_s=request.deadline_s(),
             is_quick=False,
         )
@@ -116,7 +116,7 @@ class SpeechService(EngineService):
         params, language_id = self._task.params(checked.options)
         rate, deadline_s = self._task.extractor.sampling_rate, answer.request.deadline_s()
         groups: list[SpeechGroup] = []
-        for row, file in enumerate(_files(checked)):
+        for row, file in enumerate(cast(Sequence[Row], checked.rows)):
             try:
                 samples = read_audio(file[AUDIO], rate, self._max_seconds, param(AUDIO), answer.check_wanted)
             except RequestError as error:
@@ -145,11 +145,6 @@ class SpeechService(EngineService):
             for transcript, duration_s in zip(transcripts, durations_s, strict=True)
         ]
         return encode_results(results, [*map(self._num_tokens, durations_s)], self._task.declaration, shape, names)
-
-
-def _files(checked: TaskRequest[SpeechOptions]) -> list[Any]:
-    """The files; their rows are no tokens."""
-    return list(checked.rows)
 
 
 def build_speech_service(

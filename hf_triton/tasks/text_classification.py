@@ -12,8 +12,6 @@ from hf_triton.tasks.encoder_task import EncodedRow
 
 
 class TextClassification(Classification):
-    """See `EncoderTask`."""
-
     declaration: ClassVar[TaskDeclaration] = TaskDeclaration(
         name="text-classification",
         texts=(
@@ -29,5 +27,4 @@ class TextClassification(Classification):
     auto_class: ClassVar[str] = "AutoModelForSequenceClassification"
 
     def encode(self, row: Row, options: ClassificationOptions) -> EncodedRow:
-        """See `EncoderTask`."""
         return EncodedRow([self.to_input(self.tokenize(row[TEXT], row.get(PAIR), options))])

@@ -35,8 +35,6 @@ class TokenOptions(TaskOptions):
 
 
 class TokenClassification(EncoderTask[TokenOptions]):
-    """See `EncoderTask`."""
-
     declaration: ClassVar[TaskDeclaration] = TaskDeclaration(
         name="token-classification",
         texts=(TEXTS,),
@@ -47,7 +45,6 @@ class TokenClassification(EncoderTask[TokenOptions]):
     per_token: ClassVar[bool] = True
 
     def encode(self, row: Row, options: TokenOptions) -> EncodedRow:
-        """See `EncoderTask`."""
         text = row[TEXT]
         if options.stride is None:
             encodings = [self.tokenize(text, options=options)]
@@ -71,7 +68,7 @@ class TokenClassification(EncoderTask[TokenOptions]):
         return stride
 
     def decode(self, encoded: EncodedRow, options: TokenOptions, outputs: list[Floats]) -> TaskResult:
-        """See `EncoderTask`. JSON is an array of entities, as transformers' pipeline has them."""
+        """JSON is an array of entities, as transformers' pipeline has them."""
         text, encodings = encoded.context
         entities = join_tokens(self.tokenizer, self.config, text, encodings, outputs, options)
         return TaskResult(json=entities, tensors={})

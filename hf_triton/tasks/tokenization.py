@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Tokenization(EncoderTask[TaskOptions]):
-    """See `EncoderTask`. Texts are tokenized as `embeddings`, `text-classification` or `rerank` would tokenize them."""
+    """Texts are tokenized as `embeddings`, `text-classification` or `rerank` would tokenize them."""
 
     declaration: ClassVar[TaskDeclaration] = TaskDeclaration(
         name="tokenization",
@@ -58,17 +58,15 @@ class Tokenization(EncoderTask[TaskOptions]):
     def read(
         self, inputs: Mapping[str, Array], parameters: Mapping[str, object], limits: Limits
     ) -> TaskRequest[TaskOptions]:
-        """See `EncoderTask`. Triton gives an ensemble's parameters to all of its models: the next one checks them."""
+        """Triton gives an ensemble's parameters to all of its models: the next one checks them."""
         known = {*self.declaration.input_types} - {"lora_name"}
         return super().read(inputs, {name: value for name, value in parameters.items() if name in known}, limits)
 
     def encode(self, row: Row, options: TaskOptions) -> EncodedRow:
-        """See `EncoderTask`."""
         encoding = self.tokenize(self._prompt + row[TEXT], row.get(PAIR), options)
         return EncodedRow([self.to_input(encoding)])
 
     def decode(self, encoded: EncodedRow, options: TaskOptions, outputs: list[npt.NDArray[Any]]) -> TaskResult:
-        """See `EncoderTask`."""
         (tokens,) = encoded.inputs
         ids = np.array(tokens.ids, np.int64)
         types = np.zeros_like(ids) if tokens.type_ids is None else np.array(tokens.type_ids, np.int64)

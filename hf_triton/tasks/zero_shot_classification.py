@@ -57,8 +57,6 @@ class ZeroShotOptions(TaskOptions):
 
 
 class ZeroShotClassification(EncoderTask[ZeroShotOptions]):
-    """See `EncoderTask`."""
-
     declaration: ClassVar[TaskDeclaration] = TaskDeclaration(
         name="zero-shot-classification",
         texts=(TextInput(TEXT, "the texts", (*TEXT_ALIASES, "sequences")),),
@@ -72,7 +70,6 @@ class ZeroShotClassification(EncoderTask[ZeroShotOptions]):
 
     @classmethod
     def check_config(cls, config: Any, settings: Any) -> None:
-        """See `EncoderTask`."""
         labels = _labels(config)
         if len(labels) < 2 or not any(label.lower().startswith(ENTAILMENT) for label in labels.values()):
             raise CheckpointError(
@@ -89,7 +86,6 @@ class ZeroShotClassification(EncoderTask[ZeroShotOptions]):
         self._contradiction = len(labels) - 1 if self._entailment == 0 else 0
 
     def check_options(self, options: ZeroShotOptions) -> None:
-        """See `EncoderTask`."""
         if options.candidate_labels is None:
             raise RequestError(
                 "invalid_parameter", f"{param('candidate_labels')} is missing: give the labels to choose from"
@@ -104,12 +100,11 @@ class ZeroShotClassification(EncoderTask[ZeroShotOptions]):
             )
 
     def encode(self, row: Row, options: ZeroShotOptions) -> EncodedRow:
-        """See `EncoderTask`."""
         pairs = [options.hypothesis_template.replace("{}", label) for label in options.candidate_labels or ()]
         return EncodedRow([self.to_input(self.tokenize(row[TEXT], pair, options)) for pair in pairs], row[TEXT])
 
     def decode(self, encoded: EncodedRow, options: ZeroShotOptions, outputs: list[Floats]) -> TaskResult:
-        """See `EncoderTask`. JSON has `sequence`, `labels` and `scores`, as transformers' pipeline has them."""
+        """JSON has `sequence`, `labels` and `scores`, as transformers' pipeline has them."""
         labels, logits = options.candidate_labels or (), np.stack(outputs)
         if options.multi_label or len(labels) == 1:
             scores = softmax(logits[:, [self._contradiction, self._entailment]])[:, 1]

@@ -54,7 +54,6 @@ class Meter(Observer):
         return lambda outcome, adapter: None
 
     def on_admit(self, group: SequenceGroup) -> SequenceObserver:
-        """See `Observer`."""
         group.times.note_admitted(time.monotonic())
         return _SequenceTimer(group)
 
@@ -129,7 +128,6 @@ class MetricsMeter(Meter):
             self.note(metrics.LATENCY, time.monotonic() - arrival_s)
 
     def on_admit(self, group: SequenceGroup) -> SequenceObserver:
-        """See `Observer`."""
         now_s = time.monotonic()
         group.times.note_admitted(now_s)
         self.note(metrics.QUEUE_TIME, now_s - group.times.arrival_s)
@@ -144,16 +142,13 @@ class MetricsMeter(Meter):
         self.note(metrics.QUEUE_TIME, time.monotonic() - times.arrival_s)
 
     def on_prefix_hit(self, num_tokens: int) -> None:
-        """See `Observer`."""
         self.note(metrics.SHARED_TOKENS, num_tokens)
 
     def on_step(self, num_sequences: int) -> None:
-        """See `Observer`."""
         self.note(metrics.STEPS, 1)
         self.note(metrics.STEP_ROWS, num_sequences)
 
     def on_preempt(self, num_sequences: int) -> None:
-        """See `Observer`."""
         self.note(metrics.PREEMPTIONS, num_sequences)
 
     # --- sending figures ----------------------------------------------------------------------------------------------
@@ -214,7 +209,6 @@ class _SequenceTimer(SequenceObserver):
         self._num_prompt_tokens = len(group.prompt_ids)
 
     def on_token_sampled(self, index: int, *, is_text: bool) -> None:
-        """See `SequenceObserver`."""
         self._note_token(time.monotonic())
 
     def _note_token(self, now_s: float) -> None:
@@ -222,7 +216,6 @@ class _SequenceTimer(SequenceObserver):
             self._times.first_token_s = now_s
 
     def on_complete(self, completions: list[Completion]) -> None:
-        """See `SequenceObserver`."""
         self._times.note_completions(self._num_prompt_tokens, completions)
 
 
@@ -237,7 +230,6 @@ class _SequenceMeter(_SequenceTimer):
         self._spans_s: dict[int, tuple[float, float, int]] = {}  # first and last token, and the number of tokens
 
     def on_token_sampled(self, index: int, *, is_text: bool) -> None:
-        """See `SequenceObserver`."""
         now_s = time.monotonic()
         self._note_token(now_s)
         if not self._has_begun:
@@ -250,7 +242,6 @@ class _SequenceMeter(_SequenceTimer):
         nums[self._adapter] = nums.get(self._adapter, 0) + is_text
 
     def on_complete(self, completions: list[Completion]) -> None:
-        """See `SequenceObserver`."""
         super().on_complete(completions)
         for completion in completions:
             self._meter.note(metrics.COMPLETIONS, 1, completion.finish_reason)

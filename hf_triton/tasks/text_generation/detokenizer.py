@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Incremental detokenization and stop strings. Knows a tokenizer by its `TokenDecoder` alone.
+"""Incremental detokenization and stop strings.
 
 The text of a token depends on the tokens before it: a sentencepiece tokenizer drops the space at the beginning, and a
 character may spread over several tokens. So a token is decoded after a few others, whose text is cut off.
@@ -10,49 +10,30 @@ from __future__ import annotations
 import codecs
 from collections import deque
 from collections.abc import Mapping
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from hf_triton.tasks.text_generation.tokenizer import TextCodec
 
 REPLACEMENT: Final = "\ufffd"
 NUM_CONTEXT_TOKENS: Final = 4
 """Tokens that are decoded before a new one: an unfinished UTF-8 character has at most three of them."""
 
 
-class TokenDecoder(Protocol):
-    """What a `TextStream` needs of a tokenizer."""
-
-    byte_of: dict[int, int]
-    """The byte that each byte token of a sentencepiece tokenizer stands for."""
-    revises: bool
-    """Whether a token may change the text of an earlier one."""
-
-    def decode(self, ids: list[int]) -> str:
-        """Tokens as the tokenizer decodes them on their own."""
-
-    def is_silent(self, token_id: int) -> bool:
-        """Whether a token has no text."""
-
-    def context(self, ids: list[int]) -> list[int]:
-        """The last tokens that affect how later ones are decoded."""
-
-
 class TextStream:
     """The text of one sequence, token by token. Made by `TextCodec.stream`; for one thread at a time.
 
     Args:
-        decoder: The tokenizer.
+        codec: The tokenizer.
         prompt_ids: The tokens that the text continues.
         stop_strings: The text ends before the first of them; none is empty.
         includes_stop: Whether it ends after it instead.
     """
 
     def __init__(
-        self, decoder: TokenDecoder, prompt_ids: list[int], stop_strings: tuple[str, ...], *, includes_stop: bool
+        self, codec: TextCodec, prompt_ids: list[int], stop_strings: tuple[str, ...], *, includes_stop: bool
     ) -> None:
-        self._detokenizer = _Detokenizer(decoder, prompt_ids)
-        self.unsent = ""
-        """What a response stream sends before the first delta."""
-        self.text = ""
-        """What a stopping rule has seen."""
+        self._detokenizer = _Detokenizer(codec, prompt_ids)
         self._stops = _StopStringFinder(stop_strings, includes_stop=includes_stop)
 
     @property
@@ -78,7 +59,7 @@ class MarkedTextStream(TextStream):
     """A text stream that also keeps the text with some of the special tokens in it.
 
     Args:
-        decoder: The tokenizer.
+        codec: The tokenizer.
         prompt_ids: The tokens that the text continues.
         stop_strings: The text ends before the first of them; special tokens do not count.
         includes_stop: Whether it ends after it instead.
@@ -87,14 +68,14 @@ class MarkedTextStream(TextStream):
 
     def __init__(
         self,
-        decoder: TokenDecoder,
+        codec: TextCodec,
         prompt_ids: list[int],
         stop_strings: tuple[str, ...],
         *,
         includes_stop: bool,
         markers: Mapping[int, str],
     ) -> None:
-        super().__init__(decoder, prompt_ids, stop_strings, includes_stop=includes_stop)
+        super().__init__(codec, prompt_ids, stop_strings, includes_stop=includes_stop)
         self._markers = markers
         self._waiting = deque[tuple[int, str]]()  # markers behind text that is held back, by where they stand in it
         self._num_emitted = 0
@@ -130,16 +111,16 @@ class MarkedTextStream(TextStream):
 class _Detokenizer:
     """Turns tokens into text, holding back unfinished characters."""
 
-    def __init__(self, decoder: TokenDecoder, prompt_ids: list[int]) -> None:
-        self._decoder = decoder
-        self._context = decoder.context(prompt_ids)
+    def __init__(self, codec: TextCodec, prompt_ids: list[int]) -> None:
+        self._codec = codec
+        self._context = codec.context(prompt_ids)
         self._num_used = 0  # characters at the end of the context's text that were held back
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:
-        if self._decoder.is_silent(token_id):
+        if self._codec.is_silent(token_id):
             return ""
-        byte = self._decoder.byte_of.get(token_id)
+        byte = self._codec.byte_of.get(token_id)
         if byte is None:
             return self._utf8.decode(b"", final=True) + self._decode_after_context(token_id)
         # sentencepiece's decoders spoil a whole run of byte tokens if one character in it is incomplete
@@ -151,13 +132,13 @@ class _Detokenizer:
         return self._utf8.decode(b"", final=True) + self._held()
 
     def _held(self) -> str:
-        return self._decoder.decode(self._context)[-self._num_used :] if self._num_used else ""
+        return self._codec.decode(self._context)[-self._num_used :] if self._num_used else ""
 
     def _decode_after_context(self, token_id: int) -> str:
         window = [*self._context, token_id]
-        before, text = self._decoder.decode(self._context), self._decoder.decode(window)
+        before, text = self._codec.decode(self._context), self._codec.decode(window)
         num_common = _common_length(before, text)
-        end = num_common if self._decoder.revises else len(text)
+        end = num_common if self._codec.revises else len(text)
         if text.endswith(REPLACEMENT, 0, end):
             end -= 1  # perhaps the beginning of a character
         start = min(len(before) - self._num_used, num_common)

@@ -57,7 +57,6 @@ class Languages:
     """Whether the checkpoint's generation_config says which language to begin with."""
 
     def direction(self, src_lang: str | None, tgt_lang: str | None) -> Direction:
-        """See `TextToText`."""
         source = src_lang or self.source
         for name, language, is_needed in (("src_lang", source, True), ("tgt_lang", tgt_lang, not self.has_target)):
             if language is None and is_needed:
