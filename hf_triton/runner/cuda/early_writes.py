@@ -36,7 +36,7 @@ class ValueHook:
 
     def __call__(self, module: Any, arguments: Any, output: torch.Tensor) -> None:
         cache = cache_of_thread()
-        if isinstance(cache, PagedCache):
+        if isinstance(cache, PagedCache) and output.ndim == 3:  # adapters flatten a layer's input
             cache.coming_value = self.layer, self.value_of(output)
 
     def value_of(self, output: torch.Tensor) -> torch.Tensor:
