@@ -36,13 +36,13 @@ class ValueHook:
 
     def __call__(self, module: Any, arguments: Any, output: torch.Tensor) -> None:
         cache = cache_of_thread()
-        if isinstance(cache, PagedCache):
+        if isinstance(cache, PagedCache) and output.ndim == 3:  # adapters flatten a layer's input
             cache.coming_value = self.layer, self.value_of(output)
 
     def value_of(self, output: torch.Tensor) -> torch.Tensor:
         """`[rows, heads, tokens, size]`, a view."""
         columns = output[..., self.first : self.first + self.num_heads * self.size]
-        return columns.unflatten(-1, (self.num_heads, self.size)).transpose(1, 2)
+        return columns.view(*output.shape[:2], self.num_heads, self.size).transpose(1, 2)
 
 
 def rotate(
@@ -90,7 +90,7 @@ def write_early(model: Any) -> int:
             values.append((layer, value))
         return own(key, value, layer, *arguments, **options)
 
-    cache.update = update  # type: ignore[method-assign]
+    cache.update = update  # type: ignore[method-assign, assignment]
     hooks = [module.register_forward_pre_hook(trial.forget) for module in model.modules()]
     try:
         with trial:
