@@ -6,8 +6,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,8 +16,8 @@ from hf_triton.errors import CheckpointError, RequestError
 from hf_triton.hub.locate import ADAPTER_FILES
 from hf_triton.runner.lora.model_adapters import Adapter
 from hf_triton.tasks.serving.adapters import NUM_LOADERS, AdapterStore, Waiter
-from tests.support.collector import Collector
-from tests.unit.test_text_generation import build_task, error_code, request_of, submit, wait_until
+from tests.support.waiting import wait_until
+from tests.unit.test_text_generation import build_task, error_code, send
 
 
 class SlowAdapters:
@@ -184,9 +183,8 @@ def test_a_request_ends_while_its_adapter_is_loaded(
 ) -> None:
     task = build_task(adapters=store, max_waiting=1)
     save(tmp_path, "slow")
-    is_cancelled, reply = threading.Event(), Collector()
-    timeout_s = 0.2 if ends == "by its deadline" else None
-    submit(task, request_of(("abc",), lora_name="slow"), reply, is_cancelled.is_set, timeout_s=timeout_s)
+    is_cancelled, timeout_s = threading.Event(), 0.2 if ends == "by its deadline" else None
+    reply = send(task, "abc", lora_name="slow", is_cancelled=is_cancelled.is_set, timeout_s=timeout_s)
     wait_until(lambda: "slow" in adapters.loading)
     if ends == "by its client":
         is_cancelled.set()
@@ -207,18 +205,14 @@ def test_requests_for_others_are_answered_while_more_wait_than_there_are_threads
 ) -> None:
     task = build_task(adapters=store)
     save(tmp_path, "slow")
-    slow, others = [Collector() for _ in range(20)], [Collector() for _ in range(4)]
-    for reply in slow:
-        submit(task, request_of(("abc",), lora_name="slow"), reply)
+    slow = [send(task, "abc", lora_name="slow") for _ in range(20)]
     wait_until(lambda: "slow" in adapters.loading)
-    requests: list[Callable[[Collector], None]] = [
-        partial(submit, task, request_of(("abc",), lora_name="here")),
-        partial(submit, task, request_of(("abc", "xyz"))),
-        partial(submit, task, request_of(("abc",))),
-        partial(submit, task, request_of(("abc",), lora_name="missing")),
+    others = [
+        send(task, "abc", lora_name="here"),
+        send(task, "abc", "xyz"),
+        send(task, "abc"),
+        send(task, "abc", lora_name="missing"),
     ]
-    for request, reply in zip(requests, others, strict=True):
-        request(reply)
     assert all(reply.is_finished.wait(10) for reply in others)
     assert error_code(others[-1]) == "adapter_not_found"
     assert not any(isinstance(reply.results[0], Exception) for reply in others[:-1])
