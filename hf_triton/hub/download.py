@@ -28,13 +28,12 @@ from typing import Any, Final, TypeVar
 from hf_triton.errors import CheckpointError, HubError
 from hf_triton.files import ADAPTER_IS_PICKLE, ADAPTER_PICKLE
 from hf_triton.hub.failures import Failure, explain_download, incomplete_on_hub, is_transient, one_line
-from hf_triton.hub.gguf import choose_gguf
+from hf_triton.hub.gguf import SAFETENSORS, choose_gguf
 from hf_triton.hub.headers import write_header
 from hf_triton.hub.kernels import fitting_builds
 from hf_triton.hub.kind import describe_other_kind
 from hf_triton.hub.sentence_names import SPARSE_LINEAR, files_of_modules
 from hf_triton.hub.snapshot import (
-    SAFETENSORS,
     TOKENIZER_FILES,
     is_sound,
     lacking_weights,

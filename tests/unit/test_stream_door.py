@@ -859,7 +859,7 @@ def test_a_delta_that_triton_rejects_ends_its_request_alone(engine: Engine, engi
         ),
         *((read_parameters, value) for value in (None, [], {"a": "b"}, {"a": 1.5}, {"a": True})),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_malformed_parts_are_protocol_errors(read: Callable[[object], object], value: object) -> None:
     with pytest.raises(ProtocolError):
