@@ -33,7 +33,7 @@ from folders import save, take_turns
 
 from hf_triton.encoder.engine import EncoderEngine
 from hf_triton.encoder.forward import EncoderForward, build_forward
-from hf_triton.encoder.types import EncoderGroup, EncoderInput, Outputs
+from hf_triton.encoder.jobs import EncoderGroup, EncoderInput, Outputs
 from hf_triton.engine.group import Listener
 
 NUM_CLIENTS = 64

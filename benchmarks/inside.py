@@ -18,13 +18,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import hf_triton
+from hf_triton.engine.protocols import GenerationEngine
 from hf_triton.engine.sequence import Outcome, SequenceGroup, SequenceListener
-from hf_triton.engine.types import GenerationEngine
 from hf_triton.protocol.names import PROMPT, TEXT
 from hf_triton.protocol.tensor_values import encode_strings
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.tasks.interface import ResponseConfig
-from hf_triton.tasks.serving.request import InferenceRequest
+from hf_triton.tasks.serving.inference_request import InferenceRequest
 
 INSIDE = "inside"
 

@@ -19,7 +19,7 @@ import torch
 import hf_triton
 from hf_triton.protocol.tensor_values import Array
 from hf_triton.tasks.interface import ResponseConfig
-from hf_triton.tasks.serving.request import InferenceRequest
+from hf_triton.tasks.serving.inference_request import InferenceRequest
 
 INSIDE = "inside"
 

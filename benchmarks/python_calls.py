@@ -29,7 +29,7 @@ from transformers import LlamaForCausalLM
 import hf_triton
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.options import EngineOptions
-from hf_triton.engine.types import Observer
+from hf_triton.engine.protocols import Observer
 from hf_triton.runner.cpu import threads
 from hf_triton.testing import build_tiny_checkpoint
 

@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from hf_triton.errors import HfTritonError as HfTritonError
     from hf_triton.model import TritonPythonModel as TritonPythonModel
     from hf_triton.settings import ModelSettings as ModelSettings
-    from hf_triton.stream_door.model import StreamDoor as StreamDoor
+    from hf_triton.stream_door.door_model import StreamDoor as StreamDoor
 
 __version__ = "0.2.0"
 _MODULES: Final = {
     "HfTritonError": "errors",
     "ModelSettings": "settings",
-    "StreamDoor": "stream_door.model",
+    "StreamDoor": "stream_door.door_model",
     "TritonPythonModel": "model",
 }
 

@@ -70,7 +70,7 @@ class TritonPythonModel(Hooks):
         Args:
             auto_complete_model_config: Triton's `ModelConfig`.
         """
-        from hf_triton.triton_backend.config import complete_config
+        from hf_triton.triton_backend.config_pbtxt import complete_config
 
         folder = Path(inspect.getfile(cls)).parents[1]
         return complete_config(
@@ -89,7 +89,7 @@ class TritonPythonModel(Hooks):
                 not affected.
         """
         from hf_triton.tasks.registry import folder_task
-        from hf_triton.triton_backend.config import load_failures, read_settings, response_config
+        from hf_triton.triton_backend.config_pbtxt import load_failures, read_settings, response_config
         from hf_triton.triton_backend.process import Sentinel, loading_process
 
         with loading_process(args["model_name"]), load_failures():
@@ -152,12 +152,12 @@ def start_dispatcher(
         LoadError: The folder cannot be served.
     """
     from hf_triton.stream_door.client import cancel_elsewhere
-    from hf_triton.stream_door.server import DoorServer
+    from hf_triton.stream_door.door_server import DoorServer
     from hf_triton.tasks.checked_hooks import check_hooks
     from hf_triton.tasks.serving.meter import Meter, build_meter
     from hf_triton.tasks.serving.tracing import build_request_tracer
     from hf_triton.triton_backend.cancellation import RequestPoller
-    from hf_triton.triton_backend.config import count_instances
+    from hf_triton.triton_backend.config_pbtxt import count_instances
     from hf_triton.triton_backend.dispatcher import Dispatcher
     from hf_triton.triton_backend.forwarded_headers import find_forwarded_headers
     from hf_triton.triton_backend.metrics_sink import MetricsSink
@@ -205,7 +205,7 @@ def start_text_generation(
     from hf_triton.tasks.text_generation.response_template import load_response_template
     from hf_triton.tasks.text_generation.service import build_text_generation
     from hf_triton.triton_backend.process import stop_server
-    from hf_triton.triton_backend.request import takes_response_parameters
+    from hf_triton.triton_backend.triton_request import takes_response_parameters
 
     folder = Path(args["model_repository"])
     chat_template = load_chat_template(settings.chat_template, folder)

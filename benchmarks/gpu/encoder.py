@@ -22,7 +22,7 @@ from models import build_encoder_model
 
 from hf_triton.encoder.engine import EncoderEngine
 from hf_triton.encoder.forward import build_forward
-from hf_triton.encoder.types import EncoderInput
+from hf_triton.encoder.jobs import EncoderInput
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 BATCH = 64

@@ -19,8 +19,8 @@ import numpy.typing as npt
 import torch
 
 from hf_triton.engine.continuous import ContinuousBatchingEngine
+from hf_triton.engine.protocols import Observer
 from hf_triton.engine.sequence import Outcome, SequenceGroup, SequenceListener
-from hf_triton.engine.types import Observer
 from hf_triton.errors import CancelledError
 from hf_triton.runner.lora.model_adapters import Adapter
 from hf_triton.runner.step import Step

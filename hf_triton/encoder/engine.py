@@ -16,12 +16,12 @@ import numpy.typing as npt
 import torch
 
 from hf_triton.encoder.forward import EncoderForward
+from hf_triton.encoder.jobs import ArrayInput, EncoderGroup, EncoderInput, Job, Outputs
 from hf_triton.encoder.probe import Way
 from hf_triton.encoder.stacked import StackedForward
-from hf_triton.encoder.types import ArrayInput, EncoderGroup, EncoderInput, Job, Outputs
 from hf_triton.engine.group import Listener
 from hf_triton.engine.halves import BatchSize, run_in_halves
-from hf_triton.engine.types import EngineLoad
+from hf_triton.engine.protocols import EngineLoad
 from hf_triton.engine.worker import Worker
 from hf_triton.errors import GenerationError, HfTritonError
 

@@ -12,10 +12,10 @@ from typing import Any, Final, Literal
 
 import torch
 
+from hf_triton.encoder.jobs import EncoderInput
 from hf_triton.encoder.packed_base import PackedBase
 from hf_triton.encoder.packing import pack_row, pad_batch, split, wanted_positions
 from hf_triton.encoder.probe import MAX_CONTEXT, Way, probe_inputs, probe_way
-from hf_triton.encoder.types import EncoderInput
 from hf_triton.engine.decoding import DecodingMode, capture_forwards
 from hf_triton.errors import HfTritonError, RequestError
 from hf_triton.runner.calling import begin_anew

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hf_triton.encoder.types import EncoderInput
+from hf_triton.encoder.jobs import EncoderInput
 from hf_triton.runner.packed_row import PackedRow
 from hf_triton.runner.padding import pad
 from hf_triton.runner.step import TokenRange

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 
 import torch
 
-from hf_triton.encoder.types import EncoderInput
+from hf_triton.encoder.jobs import EncoderInput
 from hf_triton.runner.faults import described
 from hf_triton.runner.model_comparison import Comparison
 from hf_triton.runner.positions import max_positions, shares_positions

@@ -9,8 +9,8 @@ from typing import Any, Final, Literal
 import numpy as np
 import torch
 
+from hf_triton.encoder.jobs import ArrayInput
 from hf_triton.encoder.probe import Way
-from hf_triton.encoder.types import ArrayInput
 from hf_triton.errors import HfTritonError
 from hf_triton.runner.cpu import accelerate_encoder
 from hf_triton.runner.transfer import array_to_device

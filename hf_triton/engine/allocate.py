@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 
 from hf_triton.engine.block_memory import BlockMemory
-from hf_triton.engine.config import EngineConfig
+from hf_triton.engine.engine_config import EngineConfig
 from hf_triton.engine.options import EngineOptions
 from hf_triton.runner.budget import TokenBudget
 from hf_triton.runner.faults import is_memory

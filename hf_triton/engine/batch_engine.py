@@ -20,8 +20,8 @@ from hf_triton.engine.ending import Ending
 from hf_triton.engine.generation import GenerationWorker
 from hf_triton.engine.halves import BatchSize, run_in_halves
 from hf_triton.engine.options import EngineOptions
+from hf_triton.engine.protocols import EngineLoad, Observer
 from hf_triton.engine.sequence import Sequence, SequenceGroup
-from hf_triton.engine.types import EngineLoad, Observer
 from hf_triton.errors import HfTritonError, RequestError
 from hf_triton.runner.batch_probe import Sharing, asks_for
 from hf_triton.runner.calling import begin_anew, has_bare_state

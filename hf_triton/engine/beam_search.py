@@ -14,8 +14,8 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
 from hf_triton.engine.ending import Ending
+from hf_triton.engine.protocols import Observer
 from hf_triton.engine.sequence import FinishReason, Sequence, SequenceGroup
-from hf_triton.engine.types import Observer
 from hf_triton.sampling.logits_edits import edit_logits
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.sampler import SampledToken

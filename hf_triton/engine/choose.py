@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 from hf_triton.engine.batch_engine import BatchEngine
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.options import EngineOptions
-from hf_triton.engine.types import GenerationEngine
+from hf_triton.engine.protocols import GenerationEngine
 from hf_triton.errors import CheckpointError
 from hf_triton.runner.batch_probe import Sharing, asks_for, probe_batching
 from hf_triton.runner.faults import described, is_memory

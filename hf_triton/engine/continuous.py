@@ -12,15 +12,15 @@ import logging
 from typing import Any, ClassVar
 
 from hf_triton.engine.allocate import allocate_cache
-from hf_triton.engine.config import ModelTraits
 from hf_triton.engine.decoding import capture_forwards
+from hf_triton.engine.engine_config import ModelTraits
 from hf_triton.engine.executor import Executor
 from hf_triton.engine.generation import GenerationWorker
 from hf_triton.engine.options import EngineOptions
+from hf_triton.engine.protocols import EngineLoad
 from hf_triton.engine.recovery import Recovery
 from hf_triton.engine.scheduler import Scheduler
 from hf_triton.engine.sequence import SequenceGroup
-from hf_triton.engine.types import EngineLoad
 from hf_triton.errors import HfTritonError, RequestError
 from hf_triton.runner.model_runner import PACKED, ModelRunner, Way
 from hf_triton.runner.step import Step

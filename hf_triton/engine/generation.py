@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from hf_triton.engine.options import EngineOptions
+from hf_triton.engine.protocols import eos_ids
 from hf_triton.engine.sequence import SequenceGroup
-from hf_triton.engine.types import eos_ids
 from hf_triton.engine.worker import Worker
 from hf_triton.errors import panics_as_errors
 from hf_triton.runner.faults import error_outcome

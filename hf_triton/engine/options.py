@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from hf_triton.engine.config import EngineConfig
 from hf_triton.engine.decoding import DecodingMode
-from hf_triton.engine.types import Observer
+from hf_triton.engine.engine_config import EngineConfig
+from hf_triton.engine.protocols import Observer
 from hf_triton.runner.gpu_memory import SEQUENCE_TOKENS, WHOLE_GPU, GpuPart
 
 if TYPE_CHECKING:

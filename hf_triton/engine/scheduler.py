@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hf_triton.engine.block_memory import BlockMemory
-from hf_triton.engine.config import EngineConfig, ModelTraits
+from hf_triton.engine.engine_config import EngineConfig, ModelTraits
 from hf_triton.engine.prefix_cache import PrefixCache
+from hf_triton.engine.protocols import EngineLoad, Observer
 from hf_triton.engine.sequence import Sequence, SequenceGroup
 from hf_triton.engine.sequence_admission import SequenceAdmission
 from hf_triton.engine.step_draft import StepDraft, StepNotes
-from hf_triton.engine.types import EngineLoad, Observer
 from hf_triton.engine.waiting_queue import WaitingQueue
 from hf_triton.errors import GenerationError, HfTritonError
 from hf_triton.runner.step import AdmittedSequence, Step

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from hf_triton.engine.block_memory import BlockMemory
-from hf_triton.engine.config import EngineConfig, ModelTraits
+from hf_triton.engine.engine_config import EngineConfig, ModelTraits
 from hf_triton.engine.prefix_cache import PrefixCache
 from hf_triton.engine.sequence import Sequence, SequenceGroup
 from hf_triton.engine.step_draft import StepDraft

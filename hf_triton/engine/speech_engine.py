@@ -16,8 +16,8 @@ from transformers import StoppingCriteriaList
 
 from hf_triton.engine.ending import Ending
 from hf_triton.engine.halves import BatchSize, run_in_halves
+from hf_triton.engine.protocols import EngineLoad
 from hf_triton.engine.speech_params import Segment, SpeechGroup, Transcript
-from hf_triton.engine.types import EngineLoad
 from hf_triton.engine.worker import Worker
 
 MAX_ROWS: Final = {"cpu": 4}

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Final
 
 from hf_triton.engine.block_pool import BlockPool
-from hf_triton.engine.config import ModelTraits
+from hf_triton.engine.engine_config import ModelTraits
 from hf_triton.engine.prefix_cache import PrefixCache
 from hf_triton.engine.sequence import Sequence
 from hf_triton.runner.step import AdmittedSequence, Step, TokenRange

@@ -22,8 +22,8 @@ from hf_triton.folders.own_code import own_class
 from hf_triton.server import describe_status
 
 if TYPE_CHECKING:
+    from hf_triton.encoder.jobs import EncoderInput
     from hf_triton.encoder.probe import Way
-    from hf_triton.encoder.types import EncoderInput
 
 WEIGHTS: Final = (".safetensors", ".bin", ".onnx", ".data")
 TEXTS: Final = "texts"
@@ -80,7 +80,7 @@ class Measured:
         self._ids = [token_id for each in encoded for token_id in each.ids]
 
     def _input(self, ids: list[int]) -> EncoderInput:
-        from hf_triton.encoder.types import EncoderInput
+        from hf_triton.encoder.jobs import EncoderInput
 
         return EncoderInput(ids, [0] * len(ids) if self._has_types else None, self._positions)
 

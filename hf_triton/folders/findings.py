@@ -38,7 +38,7 @@ from hf_triton.hub.sizes import check_sizes
 from hf_triton.hub.spec import CheckpointSpec
 from hf_triton.server import scarce_shared_memory
 from hf_triton.settings import DoorSettings, ModelSettings
-from hf_triton.stream_door.model import other_folder
+from hf_triton.stream_door.door_model import other_folder
 
 if TYPE_CHECKING:
     from hf_triton.runner.outline import Outline

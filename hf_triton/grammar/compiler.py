@@ -19,10 +19,10 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from hf_triton.errors import panics_as_errors, where
 from hf_triton.grammar.constraint import Bits, GrammarConstraint
+from hf_triton.grammar.guidance_tokenizer import build_guidance_tokenizer
 from hf_triton.grammar.matcher import LIMITS, build_matcher, rejection
 from hf_triton.grammar.sandbox import MAX_CPU_S, MAX_WAIT_S, GrammarSandbox
 from hf_triton.grammar.thinking import TagTokens, ThinkingConstraint
-from hf_triton.grammar.tokenizer import build_guidance_tokenizer
 from hf_triton.protocol.structured_output import Grammar
 from hf_triton.protocol.thinking_switches import Thinking
 from hf_triton.sampling.params import SamplingParams

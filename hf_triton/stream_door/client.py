@@ -18,7 +18,7 @@ from hf_triton.stream_door.address import Address, find_addresses
 from hf_triton.stream_door.connection import Connection, MessageTooLargeError, frame, is_same_user
 from hf_triton.stream_door.messages import DoorRequest, Message, pack_request, read_error, read_parameters, read_tensors
 from hf_triton.tasks.interface import RequestService, ResponseConfig
-from hf_triton.tasks.serving.request import InferenceRequest
+from hf_triton.tasks.serving.inference_request import InferenceRequest
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from hf_triton.encoder.types import EncoderGroup, Outputs
-from hf_triton.engine.types import EngineLoad
+from hf_triton.encoder.jobs import EncoderGroup, Outputs
+from hf_triton.engine.protocols import EngineLoad
 from hf_triton.errors import RequestError, as_own_error, clip, panics_as_errors
 from hf_triton.protocol.model_info import ModelInfo
 from hf_triton.protocol.prompts import Limits
@@ -31,8 +31,8 @@ from hf_triton.tasks.interface import ResponseConfig, model_info
 from hf_triton.tasks.serving.adapters import AdapterStore
 from hf_triton.tasks.serving.admission import MIN_ENCODER_BYTES, MIN_FILE_BYTES, request_limits
 from hf_triton.tasks.serving.answer import Answer
+from hf_triton.tasks.serving.inference_request import InferenceRequest
 from hf_triton.tasks.serving.meter import Meter
-from hf_triton.tasks.serving.request import InferenceRequest
 from hf_triton.tasks.tokenizer_answers import TokenizerAnswers
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, TypeVar
 
 import numpy.typing as npt
 
-from hf_triton.encoder.types import EncoderInput
+from hf_triton.encoder.jobs import EncoderInput
 from hf_triton.errors import CheckpointError, RequestError
 from hf_triton.protocol.prompts import Limits, decode_token_ids
 from hf_triton.protocol.task_declaration import TOKEN_IDS, TaskOptions

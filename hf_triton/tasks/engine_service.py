@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 
-from hf_triton.engine.types import Engine, EngineLoad
+from hf_triton.engine.protocols import Engine, EngineLoad
 from hf_triton.errors import HfTritonError, as_own_error
 from hf_triton.protocol.model_info import ModelInfo
 from hf_triton.protocol.prompts import Limits

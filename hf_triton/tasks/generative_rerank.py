@@ -10,7 +10,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from hf_triton.encoder.types import EncoderInput
+from hf_triton.encoder.jobs import EncoderInput
 from hf_triton.errors import CheckpointError, RequestError
 from hf_triton.hub.sentence_files import load_general_config
 from hf_triton.hub.sentence_modules import LogitScore, load_logit_score

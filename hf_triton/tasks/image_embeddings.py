@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import numpy as np
 import numpy.typing as npt
 
-from hf_triton.encoder.types import ArrayInput
+from hf_triton.encoder.jobs import ArrayInput
 from hf_triton.errors import CheckpointError, RequestError, SettingsError
 from hf_triton.hub.pretrained import IMAGES_AND_TEXTS, architecture_names
 from hf_triton.protocol.names import TEXT_ALIASES

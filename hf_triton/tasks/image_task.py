@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from hf_triton.encoder.types import ArrayInput
+from hf_triton.encoder.jobs import ArrayInput
 from hf_triton.hub.pretrained import loading
 from hf_triton.protocol.task_declaration import IMAGE
 from hf_triton.sentence import param

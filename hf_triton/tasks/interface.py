@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hf_triton.errors import ERROR_FORM_VERSION
 from hf_triton.hub.spec import CheckpointSpec
 from hf_triton.protocol.model_info import ModelInfo
-from hf_triton.tasks.serving.request import InferenceRequest
+from hf_triton.tasks.serving.inference_request import InferenceRequest
 from hf_triton.tasks.serving.sender import ResponseSender
 from hf_triton.tasks.tokenizer_answers import TokenizerAnswers
 

@@ -27,8 +27,8 @@ from hf_triton.tasks.engine_service import EngineService
 from hf_triton.tasks.interface import ResponseConfig, model_info
 from hf_triton.tasks.serving.admission import request_limits
 from hf_triton.tasks.serving.answer import Answer
+from hf_triton.tasks.serving.inference_request import InferenceRequest
 from hf_triton.tasks.serving.meter import Meter
-from hf_triton.tasks.serving.request import InferenceRequest
 from hf_triton.tasks.tokenizer_answers import TokenizerAnswers
 
 if TYPE_CHECKING:

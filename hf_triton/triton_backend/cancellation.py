@@ -10,7 +10,7 @@ import weakref
 from typing import Final
 
 from hf_triton.errors import panics_as_errors, where
-from hf_triton.tasks.serving.request import InferenceRequest
+from hf_triton.tasks.serving.inference_request import InferenceRequest
 
 logger = logging.getLogger(__name__)
 

@@ -20,13 +20,13 @@ from hf_triton.protocol.tensor_values import encode_strings
 from hf_triton.protocol.tokenizer_request import TOKENIZER_REQUEST
 from hf_triton.sentence import param
 from hf_triton.tasks.interface import RequestService, ResponseConfig
+from hf_triton.tasks.serving.inference_request import InferenceRequest
 from hf_triton.tasks.serving.meter import Meter
-from hf_triton.tasks.serving.request import InferenceRequest
 from hf_triton.tasks.serving.tracing import RequestTracer
 from hf_triton.tasks.tokenizer_answers import TokenizerAnswers
 from hf_triton.triton_backend.cancellation import RequestPoller
 from hf_triton.triton_backend.forwarded_headers import ForwardedHeaders
-from hf_triton.triton_backend.request import TritonRequest
+from hf_triton.triton_backend.triton_request import TritonRequest
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ import torch
 
 from hf_triton.encoder.engine import EncoderEngine
 from hf_triton.encoder.forward import EncoderForward, build_forward
+from hf_triton.encoder.jobs import EncoderInput
 from hf_triton.encoder.probe import Way
-from hf_triton.encoder.types import EncoderInput
 from hf_triton.errors import CheckpointError
 from tests.support.adapters import save_lora, wrap
 from tests.support.encoders import HEADS, build_model, expected_outputs, random_inputs

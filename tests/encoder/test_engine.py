@@ -11,8 +11,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from hf_triton.encoder.types import EncoderInput
-from hf_triton.engine.types import EngineLoad
+from hf_triton.encoder.jobs import EncoderInput
+from hf_triton.engine.protocols import EngineLoad
 from hf_triton.errors import HfTritonError
 from tests.support.encoders import Answer, ObservedForward, StartEncoder, random_inputs
 

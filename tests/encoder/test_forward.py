@@ -10,7 +10,7 @@ import transformers
 from transformers import BertConfig, BertModel, LongformerConfig, LongformerForQuestionAnswering
 
 from hf_triton.encoder.forward import build_forward
-from hf_triton.encoder.types import EncoderInput
+from hf_triton.encoder.jobs import EncoderInput
 from hf_triton.errors import CheckpointError
 from hf_triton.runner.cpu.linear import PackedLinear
 from tests.support.encoders import (

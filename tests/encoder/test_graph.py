@@ -10,7 +10,7 @@ import torch
 
 from hf_triton.encoder.engine import EncoderEngine
 from hf_triton.encoder.forward import EncoderForward, build_forward
-from hf_triton.encoder.types import EncoderInput
+from hf_triton.encoder.jobs import EncoderInput
 from hf_triton.errors import RequestError
 from hf_triton.runner import graph_export
 from hf_triton.runner.graph_export import export_graph, quantize_graph

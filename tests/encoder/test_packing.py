@@ -4,10 +4,10 @@
 import pytest
 import torch
 
+from hf_triton.encoder.jobs import EncoderInput
 from hf_triton.encoder.packed_base import position_rule
 from hf_triton.encoder.packing import pack_row, split
 from hf_triton.encoder.probe import probe_inputs
-from hf_triton.encoder.types import EncoderInput
 from hf_triton.runner.dtypes import has_instructions, serving_dtype
 from tests.support.encoders import build_model
 

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from hf_triton.engine.batch_engine import BatchEngine
 from hf_triton.engine.choose import build_engine
-from hf_triton.engine.config import EngineConfig
 from hf_triton.engine.continuous import ContinuousBatchingEngine
+from hf_triton.engine.engine_config import EngineConfig
 from hf_triton.engine.options import EngineOptions
 from hf_triton.engine.sequence import Completion, Outcome
 from hf_triton.errors import CheckpointError

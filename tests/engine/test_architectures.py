@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from hf_triton.engine.batch_engine import BatchEngine
-from hf_triton.engine.config import EngineConfig
 from hf_triton.engine.continuous import ContinuousBatchingEngine
+from hf_triton.engine.engine_config import EngineConfig
 from hf_triton.runner.cpu import paged_attention as kernel
 from hf_triton.runner.device import ChunkSizes
 from hf_triton.sampling.params import SamplingParams

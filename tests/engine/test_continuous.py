@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from hf_triton.engine.config import EngineConfig
 from hf_triton.engine.continuous import ContinuousBatchingEngine
+from hf_triton.engine.engine_config import EngineConfig
 from hf_triton.engine.options import EngineOptions
 from hf_triton.engine.sequence import Completion
 from hf_triton.errors import CancelledError

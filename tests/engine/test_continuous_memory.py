@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hf_triton.engine.config import EngineConfig
+from hf_triton.engine.engine_config import EngineConfig
 from hf_triton.errors import RequestError, UnavailableError
 from hf_triton.runner.device import ChunkSizes
 from hf_triton.sampling.params import SamplingParams

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_triton.engine.config import EngineConfig
+from hf_triton.engine.engine_config import EngineConfig
 from hf_triton.engine.sequence import Completion
 from hf_triton.errors import CancelledError
 from hf_triton.runner.device import ChunkSizes

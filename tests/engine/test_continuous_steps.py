@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from hf_triton.engine.config import EngineConfig
 from hf_triton.engine.continuous import ContinuousBatchingEngine
+from hf_triton.engine.engine_config import EngineConfig
 from hf_triton.engine.options import EngineOptions
-from hf_triton.engine.types import Observer
+from hf_triton.engine.protocols import Observer
 from hf_triton.runner.device import ChunkSizes, DeviceContext
 from hf_triton.runner.step import Step
 from hf_triton.sampling.params import SamplingParams

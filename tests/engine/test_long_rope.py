@@ -11,8 +11,8 @@ import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from transformers import DynamicCache
 
-from hf_triton.engine.config import EngineConfig
 from hf_triton.engine.continuous import ContinuousBatchingEngine
+from hf_triton.engine.engine_config import EngineConfig
 from hf_triton.engine.options import EngineOptions
 from hf_triton.runner.calling import cache_name
 from hf_triton.runner.device import ChunkSizes

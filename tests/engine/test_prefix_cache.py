@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hf_triton.engine.config import EngineConfig
+from hf_triton.engine.engine_config import EngineConfig
 from hf_triton.sampling.params import SamplingParams
 from tests.support.engine import Client, Counting, PrefixHits, StartEngine, only
 from tests.support.reference import solo_ids

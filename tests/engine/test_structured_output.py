@@ -16,8 +16,8 @@ import pytest
 from hf_triton.engine.batch_engine import BatchEngine
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.options import EngineOptions
+from hf_triton.engine.protocols import GenerationEngine, eos_ids
 from hf_triton.engine.sequence import Completion, Outcome
-from hf_triton.engine.types import GenerationEngine, eos_ids
 from hf_triton.errors import GenerationError
 from hf_triton.grammar.compiler import GrammarCompiler
 from hf_triton.protocol.structured_output import Grammar
@@ -25,7 +25,7 @@ from hf_triton.protocol.thinking_switches import Thinking
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.types import Constraint
 from hf_triton.tasks.text_generation.message import MessageReader, ThinkingReader
-from hf_triton.tasks.text_generation.tokenizer import TextCodec
+from hf_triton.tasks.text_generation.text_codec import TextCodec
 from hf_triton.testing import build_tiny_checkpoint
 from hf_triton.testing.checkpoints import VOCAB_SIZE
 from tests.support import harmony

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import hf_triton
-from hf_triton.engine.types import EngineLoad
+from hf_triton.engine.protocols import EngineLoad
 from hf_triton.hub.checkpoint import Placement, load_checkpoint
 from hf_triton.hub.locate import Hub
 from hf_triton.model import TritonPythonModel
@@ -25,7 +25,7 @@ from hf_triton.sampling.types import LogitsProcessor
 from hf_triton.settings import ModelSettings
 from hf_triton.stream_door import address
 from hf_triton.stream_door.client import Engines
-from hf_triton.stream_door.server import DoorServer
+from hf_triton.stream_door.door_server import DoorServer
 from hf_triton.tasks.interface import ResponseConfig
 from hf_triton.tasks.serving.meter import Meter, MetricsMeter
 from hf_triton.tasks.serving.metrics import LATENCY, QUEUE_TIME, TIME_TO_FIRST_TOKEN, Metric

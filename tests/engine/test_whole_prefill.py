@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hf_triton.engine.batch_engine import BatchEngine
-from hf_triton.engine.config import EngineConfig
 from hf_triton.engine.continuous import ContinuousBatchingEngine
+from hf_triton.engine.engine_config import EngineConfig
 from hf_triton.runner.device import ChunkSizes
 from hf_triton.runner.model_runner import ModelRunner
 from hf_triton.runner.step import Step

@@ -15,7 +15,7 @@ import torch
 from hf_triton.encoder import packed_base
 from hf_triton.encoder.engine import EncoderEngine
 from hf_triton.encoder.forward import EncoderForward, build_forward
-from hf_triton.encoder.types import EncoderInput
+from hf_triton.encoder.jobs import EncoderInput
 from hf_triton.errors import CheckpointError
 from hf_triton.runner.device_step import NUM_TOKENS
 from tests.gpu.conftest import Replays

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_triton.engine.config import EngineConfig
+from hf_triton.engine.engine_config import EngineConfig
 from hf_triton.errors import CheckpointError
 from hf_triton.runner import state_slots
 from hf_triton.runner.device import ChunkSizes

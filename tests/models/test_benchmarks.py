@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.options import EngineOptions
-from hf_triton.engine.types import Observer
+from hf_triton.engine.protocols import Observer
 from hf_triton.errors import HfTritonError
 from hf_triton.runner.cpu import linear_kernel
 from hf_triton.runner.cpu.threads import available_cores

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hf_triton.engine.types import Observer
+from hf_triton.engine.protocols import Observer
 from hf_triton.errors import CheckpointError, SettingsError
 from hf_triton.hub.checkpoint import Placement, load_checkpoint
 from hf_triton.hub.locate import Hub

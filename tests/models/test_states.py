@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from hf_triton.engine.config import EngineConfig
 from hf_triton.engine.continuous import ContinuousBatchingEngine
+from hf_triton.engine.engine_config import EngineConfig
 from hf_triton.engine.executor import Executor
 from hf_triton.engine.options import EngineOptions
 from hf_triton.engine.scheduler import StepOutput

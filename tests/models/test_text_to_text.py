@@ -13,8 +13,8 @@ from hf_triton.errors import CheckpointError, RequestError
 from hf_triton.hub.checkpoint import Checkpoint
 from hf_triton.hub.pretrained import model_class
 from hf_triton.settings import ModelSettings
+from hf_triton.tasks.text_generation.text_codec import TextCodec
 from hf_triton.tasks.text_generation.text_to_text import build_text_to_text, find_languages, max_new_tokens
-from hf_triton.tasks.text_generation.tokenizer import TextCodec
 from hf_triton.testing import build_tiny_checkpoint
 from tests.support.reference import load_reference
 from tests.support.sentence_checkpoints import quietly

@@ -9,7 +9,7 @@ from typing import Any
 from hf_triton.errors import HfTritonError
 from hf_triton.protocol.declared_ports import OUTPUTS
 from hf_triton.tasks.interface import ResponseConfig
-from hf_triton.tasks.serving.request import InferenceRequest
+from hf_triton.tasks.serving.inference_request import InferenceRequest
 from hf_triton.tasks.serving.sender import ResponseSender
 from hf_triton.triton_backend.cancellation import RequestPoller
 

@@ -11,7 +11,7 @@ import transformers
 
 from hf_triton.encoder.engine import EncoderEngine
 from hf_triton.encoder.forward import EncoderForward
-from hf_triton.encoder.types import EncoderGroup, EncoderInput
+from hf_triton.encoder.jobs import EncoderGroup, EncoderInput
 from tests.support.listener import Functions
 
 BASE: dict[str, Any] = {

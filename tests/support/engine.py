@@ -12,9 +12,9 @@ import torch
 from hf_triton.engine.choose import build_engine
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.options import EngineOptions
+from hf_triton.engine.protocols import Observer
 from hf_triton.engine.scheduler import StepOutput
 from hf_triton.engine.sequence import Completion, Outcome
-from hf_triton.engine.types import Observer
 from hf_triton.errors import HfTritonError
 from hf_triton.runner.step import Step
 from hf_triton.sampling.params import SamplingParams

@@ -10,11 +10,11 @@ from functools import partial
 from typing import Any
 
 from hf_triton.engine.block_memory import BlockMemory
-from hf_triton.engine.config import EngineConfig, ModelTraits
+from hf_triton.engine.engine_config import EngineConfig, ModelTraits
+from hf_triton.engine.protocols import Observer
 from hf_triton.engine.recovery import Recovery
 from hf_triton.engine.scheduler import Scheduler, StepOutput
 from hf_triton.engine.sequence import Outcome, Sequence, SequenceGroup
-from hf_triton.engine.types import Observer
 from hf_triton.engine.waiting_queue import WaitingQueue
 from hf_triton.errors import HfTritonError
 from hf_triton.runner.device import ChunkSizes

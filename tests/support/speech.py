@@ -21,8 +21,8 @@ from hf_triton.protocol.tensor_values import Array
 from hf_triton.settings import ModelSettings
 from hf_triton.tasks.automatic_speech_recognition import SpeechRecognition
 from hf_triton.tasks.interface import ResponseConfig
+from hf_triton.tasks.serving.inference_request import InferenceRequest
 from hf_triton.tasks.serving.meter import Meter
-from hf_triton.tasks.serving.request import InferenceRequest
 from hf_triton.tasks.serving.sender import ResponseSender
 from hf_triton.tasks.speech_service import build_speech_service
 from tests.support.sentence_checkpoints import quietly

@@ -12,7 +12,7 @@ import sentencepiece
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from hf_triton.tasks.text_generation.tokenizer import TextCodec
+from hf_triton.tasks.text_generation.text_codec import TextCodec
 
 BOS, EOS, UNK = "<s>", "</s>", "<unk>"
 SPECIAL = [BOS, EOS, UNK]

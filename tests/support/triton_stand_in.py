@@ -15,9 +15,9 @@ from hf_triton import triton_backend
 
 FINAL = 1
 MODULES = (
-    "request",
+    "triton_request",
     "process",
-    "config",
+    "config_pbtxt",
     "metrics_sink",
     "dispatcher",
 )  # modules that import Triton's
@@ -99,7 +99,7 @@ def response_before_25_02(output_tensors: Sequence[Any] = (), error: Error | Non
 
 @contextmanager
 def stand_in(response: Callable[..., Any]) -> Iterator[types.ModuleType]:
-    """`hf_triton.triton_backend.request` on a module that stands in for Triton's, with this for its responses."""
+    """`triton_backend.triton_request` on a module that stands in for Triton's, with this for its responses."""
     fake = types.SimpleNamespace(
         TRITONSERVER_RESPONSE_COMPLETE_FINAL=FINAL,
         TritonError=Error,
@@ -110,7 +110,7 @@ def stand_in(response: Callable[..., Any]) -> Iterator[types.ModuleType]:
         patch.setitem(sys.modules, "triton_python_backend_utils", fake)
         for name in MODULES:
             patch.delitem(sys.modules, f"{triton_backend.__name__}.{name}", raising=False)
-        yield importlib.import_module("hf_triton.triton_backend.request")
+        yield importlib.import_module("hf_triton.triton_backend.triton_request")
         for name in MODULES:
             sys.modules.pop(f"{triton_backend.__name__}.{name}", None)
             vars(triton_backend).pop(name, None)

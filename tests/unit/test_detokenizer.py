@@ -13,7 +13,7 @@ import pytest
 from transformers import ByT5Tokenizer, CTRLTokenizer
 
 from hf_triton.tasks.text_generation.detokenizer import up_to_stop
-from hf_triton.tasks.text_generation.tokenizer import TextCodec
+from hf_triton.tasks.text_generation.text_codec import TextCodec
 from tests.support.tokenizers import KINDS, TEXTS, WITH_BYTES, bytes_of, codec_of, raw_ids, tokenizer_of
 
 NUM_CASES = 300

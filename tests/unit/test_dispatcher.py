@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from hf_triton import model
-from hf_triton.engine.types import EngineLoad
+from hf_triton.engine.protocols import EngineLoad
 from hf_triton.settings import ModelSettings
-from hf_triton.stream_door.server import DoorServer
+from hf_triton.stream_door.door_server import DoorServer
 from hf_triton.tasks.interface import RequestService, ResponseConfig
+from hf_triton.tasks.serving.inference_request import InferenceRequest
 from hf_triton.tasks.serving.meter import Meter
-from hf_triton.tasks.serving.request import InferenceRequest
 from hf_triton.tasks.serving.sender import ResponseSender
 from tests.support.triton_stand_in import Response, stand_in
 

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from hf_triton.engine.protocols import EngineLoad
 from hf_triton.engine.sequence import Completion, RequestTimes, SequenceGroup
-from hf_triton.engine.types import EngineLoad
 from hf_triton.runner.lora.model_adapters import Adapter
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.tasks.serving.meter import Meter, MetricsMeter, build_meter

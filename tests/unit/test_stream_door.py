@@ -19,9 +19,10 @@ import numpy as np
 import pytest
 
 from hf_triton.errors import CancelledError, GenerationError, HfTritonError, RequestError, UnavailableError
-from hf_triton.stream_door import address, client, connection, server
+from hf_triton.stream_door import address, client, connection, door_server
 from hf_triton.stream_door.address import find_addresses, server_folder
 from hf_triton.stream_door.client import Engines
+from hf_triton.stream_door.door_server import DoorServer, RemoteRequest
 from hf_triton.stream_door.messages import (
     ProtocolError,
     pack_error,
@@ -31,9 +32,8 @@ from hf_triton.stream_door.messages import (
     read_request,
     read_tensors,
 )
-from hf_triton.stream_door.server import DoorServer, RemoteRequest
 from hf_triton.tasks.interface import ResponseConfig
-from hf_triton.tasks.serving.request import InferenceRequest
+from hf_triton.tasks.serving.inference_request import InferenceRequest
 from hf_triton.tasks.serving.sender import ResponseSender
 from hf_triton.triton_backend.cancellation import RequestPoller
 from tests.support.waiting import wait_until
@@ -762,7 +762,7 @@ def test_half_a_message_does_not_delay_others(part: bytes, engine: Engine, engin
 
 
 def test_connections_are_bounded(engine: Engine, engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(door_server, "MAX_CONNECTIONS", 2)
     with connect():
         wait_until(lambda: len(engine.door.all_peers()) == 1)
         call = submit(engines, ClientCall())

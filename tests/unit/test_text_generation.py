@@ -14,8 +14,8 @@ from unittest.mock import Mock
 
 import pytest
 
+from hf_triton.engine.protocols import EngineLoad
 from hf_triton.engine.sequence import Completion, Outcome, SequenceGroup
-from hf_triton.engine.types import EngineLoad
 from hf_triton.errors import GenerationError, HfTritonError, RequestError, SettingsError
 from hf_triton.grammar.compiler import GrammarCompiler
 from hf_triton.protocol.parameters import GenerationParameters
@@ -33,7 +33,7 @@ from hf_triton.tasks.text_generation.prepare import PromptPreparer
 from hf_triton.tasks.text_generation.resolve import PromptDefaults
 from hf_triton.tasks.text_generation.response_template import MessageFormat
 from hf_triton.tasks.text_generation.service import NUM_HOOK_THREADS, TextGenerationService
-from hf_triton.tasks.text_generation.tokenizer import TextCodec
+from hf_triton.tasks.text_generation.text_codec import TextCodec
 from tests.support.collector import Collector, config_of
 from tests.support.tokenizers import codec_of, raw_ids, tokenizer_of
 from tests.support.waiting import wait_until

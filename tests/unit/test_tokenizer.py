@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from hf_triton.errors import RequestError
-from hf_triton.tasks.text_generation.tokenizer import TextCodec
+from hf_triton.tasks.text_generation.text_codec import TextCodec
 from tests.support.tokenizers import (
     BOS,
     BYTES,

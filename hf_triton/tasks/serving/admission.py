@@ -10,11 +10,11 @@ import threading
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from hf_triton.engine.types import EngineLoad
+from hf_triton.engine.protocols import EngineLoad
 from hf_triton.errors import HfTritonError, ShuttingDownError, UnavailableError
 from hf_triton.protocol.prompts import BYTES_PER_TOKEN, Limits
 from hf_triton.settings import ModelSettings
-from hf_triton.tasks.serving.request import InferenceRequest
+from hf_triton.tasks.serving.inference_request import InferenceRequest
 
 MIN_ENCODER_BYTES: Final = 1 << 18
 """What a text for an encoder may have: documents are cut to the context, or read in windows."""

@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from hf_triton.engine.group import Listener
 from hf_triton.errors import HfTritonError, ShuttingDownError, as_own_error, panics_as_errors
+from hf_triton.tasks.serving.inference_request import InferenceRequest
 from hf_triton.tasks.serving.meter import Meter
-from hf_triton.tasks.serving.request import InferenceRequest
 
 Outputs = Mapping[str, npt.NDArray[Any]]
 

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Final, Protocol
 
+from hf_triton.engine.protocols import EngineLoad, Observer
 from hf_triton.engine.sequence import Completion, RequestTimes, SequenceGroup, SequenceObserver
-from hf_triton.engine.types import EngineLoad, Observer
 from hf_triton.errors import CODES, where
 from hf_triton.tasks.serving import metrics
 from hf_triton.tasks.serving.metrics import METRICS, OK, UNCOUNTED, Metric

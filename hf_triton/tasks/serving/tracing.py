@@ -17,8 +17,8 @@ from typing import Any, Final, NamedTuple
 from hf_triton.engine.sequence import FinishReason, RequestTimes, RequestUsage
 from hf_triton.errors import where
 from hf_triton.protocol.otlp import CLOSE_S, TRACE_CONTEXT, Tracing, build_tracing
+from hf_triton.tasks.serving.inference_request import InferenceRequest
 from hf_triton.tasks.serving.metrics import OK
-from hf_triton.tasks.serving.request import InferenceRequest
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from hf_triton.tasks.text_generation.tokenizer import TextCodec
+    from hf_triton.tasks.text_generation.text_codec import TextCodec
 
 REPLACEMENT: Final = "\ufffd"
 NUM_CONTEXT_TOKENS: Final = 4

@@ -19,7 +19,7 @@ from hf_triton.protocol.tensor_values import Array
 from hf_triton.sampling.types import TokenLogprobs
 from hf_triton.tasks.text_generation.detokenizer import REPLACEMENT
 from hf_triton.tasks.text_generation.prepare import PreparedPrompt, PromptPreparer
-from hf_triton.tasks.text_generation.tokenizer import TextCodec
+from hf_triton.tasks.text_generation.text_codec import TextCodec
 
 FINISH_REASONS: Final[dict[FinishReason, str]] = {
     "eos": "stop",

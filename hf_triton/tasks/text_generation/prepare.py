@@ -35,8 +35,8 @@ from hf_triton.tasks.text_generation.resolve import (
     without_beams,
 )
 from hf_triton.tasks.text_generation.response_template import MessageFormat
+from hf_triton.tasks.text_generation.text_codec import TextCodec
 from hf_triton.tasks.text_generation.text_to_text import TEXT_FIELDS, Direction, TextToText
-from hf_triton.tasks.text_generation.tokenizer import TextCodec
 
 if TYPE_CHECKING:
     from hf_triton.runner.lora.model_adapters import Adapter

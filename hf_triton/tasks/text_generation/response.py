@@ -22,7 +22,7 @@ from hf_triton.protocol.requests import GenerationRequest
 from hf_triton.protocol.response_outputs import encode_timings
 from hf_triton.sampling.types import Constraint, LogitsProcessor, TokenLogprobs
 from hf_triton.tasks.interface import ResponseConfig
-from hf_triton.tasks.serving.request import InferenceRequest
+from hf_triton.tasks.serving.inference_request import InferenceRequest
 from hf_triton.tasks.text_generation.detokenizer import MarkedTextStream, TextStream, up_to_stop
 from hf_triton.tasks.text_generation.message import REASONING_CONTENT, MessagePlan, MessageReader
 from hf_triton.tasks.text_generation.outputs import UNFINISHED, OutputEncoder, Piece

@@ -12,8 +12,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from hf_triton.engine.protocols import GenerationEngine, Observer, eos_ids
 from hf_triton.engine.sequence import Completion, SequenceGroup
-from hf_triton.engine.types import GenerationEngine, Observer, eos_ids
 from hf_triton.errors import HfTritonError, RequestError, SettingsError, as_own_error, panics_as_errors
 from hf_triton.grammar.compiler import GrammarCompiler
 from hf_triton.protocol.model_info import ModelInfo
@@ -35,14 +35,14 @@ from hf_triton.tasks.hooks import Hooks
 from hf_triton.tasks.interface import ResponseConfig, model_info
 from hf_triton.tasks.serving.adapters import AdapterStore
 from hf_triton.tasks.serving.admission import request_limits
-from hf_triton.tasks.serving.request import InferenceRequest
+from hf_triton.tasks.serving.inference_request import InferenceRequest
 from hf_triton.tasks.text_generation.chat_template import ChatTemplate
 from hf_triton.tasks.text_generation.prepare import PromptPreparer
 from hf_triton.tasks.text_generation.resolve import PromptDefaults
 from hf_triton.tasks.text_generation.response import GenerationResponse
 from hf_triton.tasks.text_generation.response_template import Spec, build_message_format
+from hf_triton.tasks.text_generation.text_codec import TextCodec
 from hf_triton.tasks.text_generation.text_to_text import build_text_to_text, max_new_tokens
-from hf_triton.tasks.text_generation.tokenizer import TextCodec
 from hf_triton.tasks.tokenizer_answers import TokenizerAnswers
 
 if TYPE_CHECKING:

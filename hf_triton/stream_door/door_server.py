@@ -28,8 +28,8 @@ from hf_triton.stream_door.messages import (
     read_request,
 )
 from hf_triton.tasks.interface import ResponseConfig
+from hf_triton.tasks.serving.inference_request import InferenceRequest
 from hf_triton.tasks.serving.metrics import OK
-from hf_triton.tasks.serving.request import InferenceRequest
 from hf_triton.triton_backend.cancellation import RequestPoller
 
 logger = logging.getLogger(__name__)

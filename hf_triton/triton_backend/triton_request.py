@@ -21,8 +21,8 @@ import triton_python_backend_utils as pb_utils
 from hf_triton.errors import HfTritonError, RequestError, UnavailableError, where
 from hf_triton.protocol.otlp import wants_traces
 from hf_triton.protocol.validation import reject_duplicates
+from hf_triton.tasks.serving.inference_request import InferenceRequest
 from hf_triton.tasks.serving.metrics import OK
-from hf_triton.tasks.serving.request import InferenceRequest
 from hf_triton.triton_backend.cancellation import RequestPoller
 from hf_triton.triton_backend.forwarded_headers import ForwardedHeaders
 from hf_triton.triton_backend.shared_memory import room_for

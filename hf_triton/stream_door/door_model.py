@@ -39,7 +39,7 @@ class StreamDoor:
     @classmethod
     def auto_complete_config(cls, auto_complete_model_config: Any) -> Any:
         """Add the inputs and outputs that config.pbtxt leaves out."""
-        from hf_triton.triton_backend.config import complete_config
+        from hf_triton.triton_backend.config_pbtxt import complete_config
 
         return complete_config(auto_complete_model_config, cls.settings_class)
 
@@ -52,7 +52,7 @@ class StreamDoor:
         from hf_triton.stream_door.client import Engines, cancel_elsewhere
         from hf_triton.tasks.serving.meter import Meter
         from hf_triton.triton_backend.cancellation import RequestPoller
-        from hf_triton.triton_backend.config import load_failures, read_settings, response_config
+        from hf_triton.triton_backend.config_pbtxt import load_failures, read_settings, response_config
         from hf_triton.triton_backend.dispatcher import Dispatcher
         from hf_triton.triton_backend.forwarded_headers import find_forwarded_headers
         from hf_triton.triton_backend.process import Sentinel, loading_process
