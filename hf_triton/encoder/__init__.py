@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forward passes of encoders without padding, in a thread of their own. Knows neither text, tasks nor Triton."""
+"""Forward passes of encoders, packed or padded, in a thread of their own. Knows neither text, tasks nor Triton."""

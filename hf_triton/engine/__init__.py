@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines: token ids in, token ids out. They know neither text nor Triton."""
+"""Engines: token ids or samples of sound in, token ids out. They know neither text nor Triton."""

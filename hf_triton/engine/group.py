@@ -31,7 +31,7 @@ class Listener(Generic[Result]):
 
 @dataclass(eq=False, kw_only=True)
 class Group(Generic[Result]):
-    """Sequences that share an outcome: a result, or the error that they are refused with."""
+    """What of a request has one outcome, a result or an error: a prompt's sequences, an encoder's inputs, one audio."""
 
     listener: Listener[Result] = field(default_factory=Listener)
     row: int = 0
@@ -52,7 +52,7 @@ class Group(Generic[Result]):
 
         Args:
             budget: What it may cost at most, in the engine's own unit.
-            takes_any: Whether the first sequence may cost more.
+            takes_any: Whether what is first in the group may cost more.
 
         Returns:
             What it costs; 0: nothing was taken, as it would cost more.

@@ -19,7 +19,7 @@ from hf_triton.engine.waiting_queue import WaitingQueue
 
 @dataclass(eq=False)
 class SequenceAdmission:
-    """Counts what running sequences take and have yet to take, and changes neither them nor those that wait."""
+    """Counts what running sequences take and have yet to take, gives state slots, and refuses what waits too long."""
 
     running: list[Sequence]
     """The scheduler's own list."""

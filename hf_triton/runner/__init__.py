@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's forward on its device, over rows of key/value memory. Knows tensors, and no requests, texts or sampling."""
+"""A model's forward on its device, over a paged KV cache. Knows tensors, and no requests, texts or sampling."""

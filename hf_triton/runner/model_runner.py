@@ -42,8 +42,6 @@ CPU_BLOCK_SIZE: Final = 64
 """Tokens of a block: a CPU's prefetching wants long runs, a GPU's memory short ones."""
 GPU_BLOCK_SIZE: Final = 16
 
-logger = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True)
 class Way:

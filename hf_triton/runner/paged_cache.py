@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The paged KV cache: a transformers cache whose layers keep keys and values in blocks, and states in slots.
 
-A layer's `update` writes the new tokens to their blocks and returns them as they came; attention finds the layer by
-these keys (`step_attention.py`) and reads the blocks. Knows no sequences: a step says which token goes where.
+A layer's `update` writes the new tokens to their blocks, unless a kernel has or will, and returns them as they came;
+attention finds the layer by these keys (`step_attention.py`) and reads the blocks. Knows no sequences: a step says
+which token goes where.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's side of a stream door: listens, and hands requests to the service as if Triton had brought them.
+"""The engine's side of a stream door: listens, and hands requests to the dispatcher as if Triton had brought them.
 
 A model's other instances, and doors, connect here too to cancel requests of this instance.
 """

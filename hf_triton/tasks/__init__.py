@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model does with a request. Tasks know text and engines, not Triton."""
+"""Tasks: what a model does with a request; services, which answer requests by a task and an engine. No Triton."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """EncoderTask: what a task does around the forward passes of an encoder. Subclass it to add a task.
 
-The service reads the request by the task's declaration and calls, for each row, `encode`; the encoder runs the token
-sequences of all requests together, without padding; then `decode` makes the row's result of the model's outputs.
+The service has the task `read` a request and calls `encode_row` for each row; the engine computes the token sequences
+of all requests together; then `decode` makes the row's result of the model's outputs.
 """
 
 from __future__ import annotations

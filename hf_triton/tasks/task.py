@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Task:
-    """A task of a model folder: declares requests, encodes and decodes what they hold.
+    """A task of a model folder: declares requests; subclasses encode and decode what they hold.
 
     Attributes:
         declaration: Its requests and responses.

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton's Python backend: the only package that imports triton_python_backend_utils."""
+"""Our side of Triton's Python backend: the only package that imports triton_python_backend_utils."""

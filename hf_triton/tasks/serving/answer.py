@@ -71,7 +71,7 @@ class Answer(Listener[Any]):
             try:
                 self._pool.submit(self._send)
             except RuntimeError as error:  # the pool is shut down, or no thread is available; a later one may run it
-                self.refuse(as_own_error("preparing the request", error))
+                self.refuse(as_own_error("answering the request", error))
 
     def _send(self) -> None:
         """Make the outputs and send the final response."""
