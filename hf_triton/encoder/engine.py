@@ -117,8 +117,10 @@ class EncoderEngine(Worker[EncoderGroup]):
             wanted=self._wanted,
             on_alone=lambda job, error: job.group.finish(error),
             size=self._tokens,
+            cost=lambda jobs: sum(job.input.num_tokens for job in jobs),
         )
-        self._running = []
+        if self.rejection() is None:  # else the thread ends, and answers them
+            self._running = []
         if any(group.is_finished and group.num_waiting for group in groups):
             self.queue.drop_finished()
 

@@ -8,6 +8,7 @@ prompt has the hypotheses that it has alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,12 +46,9 @@ class BeamSearch:
         is_over: Callable[[list[Sequence]], bool],
         observer: Observer,
     ) -> None:
-        self._sequences = sequences
         self._groups = [sequence.group for sequence in sequences]
-        self._num_columns = num_columns
-        self._is_over = is_over
         self._processors = LogitsProcessorList([_Edits(sequences, num_columns, observer)])
-        self._criteria = StoppingCriteriaList([Ending(self._ended)])
+        self._criteria = StoppingCriteriaList([Ending(partial(_ended, sequences, num_columns, is_over))])
 
     def arguments(self) -> dict[str, Any]:
         """Arguments of `generate`; what is left out is the checkpoint's own."""
@@ -67,20 +65,6 @@ class BeamSearch:
             **{name: value for name, value in own.items() if value is not None},
         }
 
-    def _ended(self, token_ids: torch.Tensor) -> list[bool]:
-        """Hypotheses end by their group's own rule, and all of a prompt that is cancelled or late."""
-        is_over = self._is_over(self._sequences)
-        ended: list[bool] = []
-        for sequence, candidates in zip(self._sequences, token_ids.chunk(len(self._sequences)), strict=True):
-            group = sequence.group
-            if is_over or sequence.is_done or group.is_late():
-                ended += [True] * len(candidates)
-            elif group.listens_to_tokens:
-                ended += [_is_complete(group, new) for new in candidates[:, self._num_columns :].tolist()]
-            else:
-                ended += [False] * len(candidates)
-        return ended
-
     def deliver(self, output: Any) -> None:
         """Finish the groups with the hypotheses that `generate` returns, the best first."""
         lengths = (output.beam_indices >= 0).sum(1).tolist()
@@ -95,6 +79,23 @@ class BeamSearch:
                     sequence.append(SampledToken(token_id))
                 if not sequence.is_done:
                     sequence.finish(_reason(group, token_ids))
+
+
+def _ended(
+    sequences: list[Sequence], num_columns: int, is_over: Callable[[list[Sequence]], bool], token_ids: torch.Tensor
+) -> list[bool]:
+    """Hypotheses end by their group's own rule, and all of a prompt that is cancelled or late."""
+    are_all_done = is_over(sequences)
+    ended: list[bool] = []
+    for sequence, candidates in zip(sequences, token_ids.chunk(len(sequences)), strict=True):
+        group = sequence.group
+        if are_all_done or sequence.is_done or group.is_late():
+            ended += [True] * len(candidates)
+        elif group.listens_to_tokens:
+            ended += [_is_complete(group, new) for new in candidates[:, num_columns:].tolist()]
+        else:
+            ended += [False] * len(candidates)
+    return ended
 
 
 def _reason(group: SequenceGroup, token_ids: list[int]) -> FinishReason:

@@ -30,9 +30,9 @@ class BatchSize:
     def __post_init__(self) -> None:
         self.now = self.most
 
-    def shrink(self) -> None:
-        """Halve it."""
-        self.now = max(self.now // 2, min(self.least, self.most))
+    def shrink(self, failed: int) -> None:
+        """Take half of what had no room."""
+        self.now = max(min(self.now, failed) // 2, min(self.least, self.most))
 
     def grow(self) -> None:
         """Add a step."""
@@ -46,6 +46,7 @@ def run_in_halves(
     wanted: Callable[[list[Item]], list[Item]],
     on_alone: Callable[[Item, HfTritonError], None],
     size: BatchSize,
+    cost: Callable[[list[Item]], int] = len,
 ) -> None:
     """Compute items together; if that fails, in halves, so that only the one at fault is refused.
 
@@ -54,7 +55,8 @@ def run_in_halves(
         compute: Computes some items and delivers what comes out.
         wanted: Those of some items that somebody waits for.
         on_alone: Takes the error of an item that fails alone.
-        size: Shrinks if the memory has no room for all items.
+        size: Shrinks if the memory has no room.
+        cost: Of some items, in the unit of `size`.
 
     Raises:
         Exception: The device is lost.
@@ -74,8 +76,8 @@ def run_in_halves(
                 on_alone(part[0], error_outcome(error))
                 continue
             logger.warning("%d sequences failed together (%s); trying halves", len(part), kind(error))
-            if is_memory(error) and len(part) == len(items):
-                size.shrink()
+            if is_memory(error):
+                size.shrink(cost(part))
             half = (len(part) + 1) // 2
             parts += [part[half:], part[:half]]
         else:

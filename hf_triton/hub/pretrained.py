@@ -105,13 +105,14 @@ def load_config(folder: Path, settings: ModelSettings) -> Any:
 
 def _check_counts(folder: Path, settings: ModelSettings) -> None:
     """Refuse numbers of layers and labels that no model has: transformers makes lists of them before it sees any."""
-    for name, number in _counts(read_object(folder / "config.json")):
-        if number > MAX_COUNT:
-            raise CheckpointError(
-                "checkpoint_invalid",
-                f"config.json of {settings.huggingface_model} has {name[:80]} {clip(number)}, more than "
-                f"the {MAX_COUNT} that are read: correct it, or choose another revision",
-            )
+    with contextlib.suppress(RecursionError):  # transformers refuses it
+        for name, number in _counts(read_object(folder / "config.json")):
+            if number > MAX_COUNT:
+                raise CheckpointError(
+                    "checkpoint_invalid",
+                    f"config.json of {settings.huggingface_model} has {name[:80]} {clip(number)}, more than "
+                    f"the {MAX_COUNT} that are read: correct it, or choose another revision",
+                )
 
 
 def _counts(value: Any, name: str = "") -> Iterator[tuple[str, int]]:

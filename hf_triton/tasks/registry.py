@@ -85,9 +85,10 @@ def _check_own(own: object) -> None:
         SettingsError: Says what a task class is.
     """
     from hf_triton.protocol.task_declaration import TaskDeclaration
-    from hf_triton.tasks.task import Task
+    from hf_triton.tasks.automatic_speech_recognition import SpeechRecognition
+    from hf_triton.tasks.encoder_task import EncoderTask
 
-    if not (isinstance(own, type) and issubclass(own, Task)):
+    if not (isinstance(own, type) and issubclass(own, EncoderTask | SpeechRecognition)):
         raise SettingsError(
             f"task_class of 1/model.py must be a subclass of hf_triton.tasks.encoder_task.EncoderTask, got {clip(own)}"
         )

@@ -92,7 +92,7 @@ class ResponseTools:
             )
             raise ApiError(400, message, param=place, code="invalid_parameter")
         nested = tool.get("function") if isinstance(tool, dict) else None
-        if isinstance(tool, dict) and isinstance(nested, dict) and tool.get("type", "function") == "function":
+        if isinstance(tool, dict) and isinstance(nested, dict) and tool.get("type") in (None, "function"):
             tool = {**nested, "type": "function"}  # as chats have it
         read = read_tool(FORMS if namespace is None else INNER_FORMS, place, tool)
         if isinstance(read, _Namespace):

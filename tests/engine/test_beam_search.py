@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Beam search gives what `model.generate` gives for each prompt alone, in any batch."""
 
+import gc
 import threading
 import time
-from typing import Any
+import weakref
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
+from hf_triton.engine.beam_search import BeamSearch
+from hf_triton.engine.protocols import Observer
 from hf_triton.engine.sequence import Completion
 from hf_triton.errors import CancelledError, RequestError
 from hf_triton.sampling.params import SamplingParams
@@ -227,3 +232,16 @@ def test_a_model_whose_states_cannot_be_reordered_refuses_beams(model_of: LoadMo
         error = submission.outcome
     assert isinstance(error, RequestError)
     assert error.sentence.startswith("num_beams 2 cannot be searched by this model")
+
+
+def test_a_search_is_freed_without_the_garbage_collector() -> None:
+    """Its groups hold their requests."""
+    sequence = cast(Any, SimpleNamespace(group=None, sampler=None))
+    search = BeamSearch([sequence], 3, lambda _: False, Observer())
+    is_freed = weakref.ref(search)
+    gc.disable()
+    try:
+        del search
+        assert is_freed() is None
+    finally:
+        gc.enable()

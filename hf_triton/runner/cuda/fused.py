@@ -25,7 +25,7 @@ from torch.nn import functional
 from hf_triton.runner.cuda.early_writes import rotate, write_early
 from hf_triton.runner.cuda.fused_layers import fuse_layers
 from hf_triton.runner.cuda.fused_norms import Forward, build_norm, is_like_norm, random_numbers
-from hf_triton.runner.cuda.fused_operations import gelu_mul, is_usable, rotary, silu_mul
+from hf_triton.runner.cuda.fused_operations import gelu_mul, is_usable, rotary, silu_mul, writes_early
 from hf_triton.runner.cuda.merged import merge_products
 from hf_triton.runner.cuda.seen_calls import see_calls
 from hf_triton.runner.faults import described
@@ -64,7 +64,7 @@ def fuse_modules(model: Any) -> None:
     except Exception as error:  # a model that takes no token ids
         logger.debug("no layers are fused (%s)", described(error))
     try:
-        if counts["rotary embeddings"]:
+        if counts["rotary embeddings"] and writes_early(model.device, model.dtype):
             counts["writes of keys"] = write_early(model)
     except Exception as error:  # a model that takes no such cache
         logger.debug("no keys are written as they are rotated (%s)", described(error))

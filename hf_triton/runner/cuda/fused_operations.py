@@ -192,19 +192,32 @@ def is_usable(device: torch.device, dtype: torch.dtype) -> bool:
     return False
 
 
-def _run(device: torch.device, dtype: torch.dtype) -> bool:
-    """Run each once; what they compute is compared in each module that they may replace, but for what is written."""
+@cache
+def writes_early(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the kernel that rotates keys can write them on a device, tried once; if not, the log says why."""
+    reason = why_no_kernel(partial(_write, device, dtype))
+    if reason is not None:
+        logger.warning("keys are written apart from their rotation on %s (%s): a kernel more a layer", device, reason)
+    return reason is None
+
+
+def _write(device: torch.device, dtype: torch.dtype) -> bool:
     states = torch.ones(1, 2, 3, 8, dtype=dtype, device=device)
     keys, values = states.new_zeros(2, 2, 2, 2, 8)
     places = (torch.tensor(numbers, device=device) for numbers in ([0, 0, 0], [0, 3], [3], [0], [1, 0]))
     _, rotated = rotary(states, states, states[:, 0], states[:, 0], states, keys, values, *places)
-    is_written = all(
+    return all(
         torch.equal(blocks.flip(0).transpose(0, 1).flatten(1, 2)[:, :3], new[0])
         for blocks, new in ((keys, rotated), (values, states))
     )
+
+
+def _run(device: torch.device, dtype: torch.dtype) -> bool:
+    """Run each once; what they compute is compared in each module that they may replace."""
+    states = torch.ones(1, 2, 3, 8, dtype=dtype, device=device)
     rotary(states, states, states[:, 0], states[:, 0])
     silu_mul(states, states)
     gelu_mul(states, states)
     rms_norm(states, torch.ones(8, device=device), 1e-6)
     add_rms_norm(states, states, torch.ones(8, device=device), 1e-6)
-    return is_written
+    return True
