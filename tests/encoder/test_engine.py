@@ -196,6 +196,24 @@ def test_close_answers_all(forward: ObservedForward, start: StartEncoder) -> Non
     assert not engine.is_healthy()
 
 
+def test_what_was_taken_before_a_close_is_answered(
+    forward: ObservedForward, start: StartEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start(forward)
+    take = engine.queue.take
+
+    def close_behind(*budget: Any, **options: Any) -> Any:
+        groups = take(*budget, **options)
+        if groups:
+            engine._closing.set()
+        return groups
+
+    monkeypatch.setattr(engine.queue, "take", close_behind)
+    answer = Answer(good_inputs([5]))
+    engine.submit([answer.group])
+    assert answer.wait().code == "shutting_down"
+
+
 def test_a_lost_device_answers_all_and_is_told(forward: ObservedForward, start: StartEncoder) -> None:
     told = threading.Event()
     engine = start(forward, on_fatal=told.set)
