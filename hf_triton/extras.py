@@ -40,12 +40,7 @@ def missing_modules(extra: str) -> list[str]:
 
 
 def check_extras(user: str, *extras: str, everything: str | None = None) -> None:
-    """Check that extras are installed.
-
-    Args:
-        user: What needs them, for the message.
-        extras: Those that it needs.
-        everything: An extra that the message names in place of them.
+    """Check that the extras that `user` needs are installed; the message may name `everything` in their place.
 
     Raises:
         MissingExtraError: Packages of them are missing.

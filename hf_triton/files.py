@@ -25,11 +25,7 @@ ADAPTER_IS_PICKLE: Final = (
 
 
 def open_regular(file: Path) -> BinaryIO:
-    """Open a regular file, or a link to one, for reading.
-
-    Raises:
-        OSError: There is none, or it is something else.
-    """
+    """Open a regular file, or a link to one, for reading; raises OSError if there is none, or it is something else."""
     _check_regular(file, os.stat(file).st_mode)  # opening a device may do things
     descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:

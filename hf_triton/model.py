@@ -65,11 +65,7 @@ class TritonPythonModel(Hooks):
 
     @classmethod
     def auto_complete_config(cls, auto_complete_model_config: Any) -> Any:
-        """Add the inputs and outputs that config.pbtxt leaves out.
-
-        Args:
-            auto_complete_model_config: Triton's `ModelConfig`.
-        """
+        """Add the inputs and outputs that config.pbtxt leaves out."""
         from hf_triton.triton_backend.config_pbtxt import complete_config
 
         folder = Path(inspect.getfile(cls)).parents[1]
@@ -104,11 +100,7 @@ class TritonPythonModel(Hooks):
         self._dispatcher.closing.callback(Sentinel(args["model_name"]).dismiss)
 
     def execute(self, requests: list[Any]) -> None:
-        """Start every request and return at once; each is answered when its completions are finished.
-
-        Args:
-            requests: Triton's `InferenceRequest`s.
-        """
+        """Start each of Triton's requests and return at once; one is answered when its completions are finished."""
         self._dispatcher.execute(requests)
 
     def finalize(self) -> None:
@@ -141,12 +133,6 @@ def start_dispatcher(
     model: TritonPythonModel, task_class: type[Task] | None, config: ResponseConfig, args: Mapping[str, str]
 ) -> Dispatcher:
     """Load the checkpoint and start a folder's service, its metrics and its side of the stream door.
-
-    Args:
-        model: The folder's own class, with its settings.
-        task_class: The folder's task; None for text generation.
-        config: How its requests are answered.
-        args: See `TritonPythonModel.initialize`.
 
     Raises:
         LoadError: The folder cannot be served.

@@ -21,11 +21,7 @@ OWNER: Final = ".owner"
 
 
 class ScratchFolder(tempfile.TemporaryDirectory[str]):
-    """A temporary folder for this user alone, removed with the process, or after its death by the next one.
-
-    Args:
-        kind: Part of its name.
-    """
+    """A temporary folder for this user alone, removed with the process, or after its death by the next one."""
 
     def __init__(self, kind: str) -> None:
         remove_abandoned(Path(tempfile.gettempdir()))
@@ -37,7 +33,6 @@ class ScratchFolder(tempfile.TemporaryDirectory[str]):
             new.rename(new.with_name(OWNER))  # only now may others look at it
 
     def cleanup(self) -> None:
-        """Remove the folder."""
         super().cleanup()
         owner, self._owner = self._owner, -1
         if owner >= 0:
@@ -45,11 +40,7 @@ class ScratchFolder(tempfile.TemporaryDirectory[str]):
 
 
 def remove_abandoned(root: Path) -> None:
-    """Remove this user's folders whose owners are dead. Raises nothing.
-
-    Args:
-        root: Where temporary folders are.
-    """
+    """Remove this user's folders whose owners are dead. Raises nothing."""
     with contextlib.suppress(OSError):
         for folder in root.glob(f"{PREFIX}*"):
             with contextlib.suppress(OSError):
@@ -63,11 +54,7 @@ def _is_own(folder: Path) -> bool:
 
 
 def _remove_if_abandoned(folder: Path) -> None:
-    """Remove a folder whose lock no process holds.
-
-    Raises:
-        OSError: A process holds it, or the folder has none.
-    """
+    """Remove a folder whose lock no process holds; raises OSError if a process holds it, or the folder has none."""
     owner = os.open(folder / OWNER, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)

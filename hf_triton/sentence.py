@@ -39,7 +39,6 @@ def param(path: str) -> str:
 
 
 def param_list(names: Iterable[str], between: str = ", ") -> str:
-    """Fields, one behind the other."""
     return between.join(map(param, names))
 
 
@@ -91,5 +90,4 @@ def names_row(sentence: str) -> bool:
 
 
 def begins_with_field(sentence: str) -> bool:
-    """Whether a sentence begins with the field that it is about."""
     return sentence.startswith(_FIELD)

@@ -85,8 +85,6 @@ class Installation:
 
 @dataclass(frozen=True)
 class ModelState:
-    """The state of a model folder in the server."""
-
     name: str
     state: str
     """Triton's: `READY`, `LOADING`, `UNLOADING` or `UNAVAILABLE`."""
@@ -207,7 +205,6 @@ def free_ports(count: int) -> list[int]:
 
 
 def busy_ports(ports: Sequence[int]) -> list[int]:
-    """The ports among `ports` that are in use."""
 
     def is_busy(port: int) -> bool:
         with socket.socket() as probe:
@@ -294,7 +291,6 @@ def free_shared_memory() -> int:
 
 
 def scarce_shared_memory() -> str | None:
-    """Say that the shared memory is scarce; None if it is not."""
     free = free_shared_memory()
     if free >= SCARCE_BYTES:
         return None
@@ -340,10 +336,8 @@ class TritonServer:
     The server gets SIGTERM when the thread that started it ends, so a killed test or command leaves no server behind.
 
     Args:
-        model_repository: The folder of model folders.
         more_repositories: Further ones; a model's name is in one of them only.
         ports: HTTP, gRPC and metrics port; free ones by default.
-        host: The address to listen on.
         arguments: Further tritonserver arguments, such as `["--model-control-mode=explicit"]`.
         environment: Variables to set on top of the current ones.
         ready_timeout_s: Limit for loading the models, in seconds, downloads included.
@@ -397,11 +391,7 @@ class TritonServer:
         self.stop()
 
     def start(self) -> None:
-        """Start the process and return at once.
-
-        Raises:
-            ServerError: There is no tritonserver to start.
-        """
+        """Start the process and return at once; raises ServerError if there is no tritonserver to start."""
         self._scratch = ScratchFolder("server")
         scratch = Path(self._scratch.name)
         installation = find_tritonserver(scratch)
@@ -429,7 +419,6 @@ class TritonServer:
         return link
 
     def command(self, installation: Installation, model_repositories: Sequence[Path]) -> list[str]:
-        """The command line of tritonserver."""
         backend = installation.backend_directory
         return [
             str(installation.binary),
@@ -477,7 +466,6 @@ class TritonServer:
         )
 
     def is_running(self) -> bool:
-        """Whether the process is alive."""
         return self.process is not None and self.process.poll() is None
 
     def is_live(self) -> bool:
@@ -493,7 +481,6 @@ class TritonServer:
         return False
 
     def is_model_ready(self, name: str) -> bool:
-        """Whether the model `name` accepts requests."""
         return self._status(f"/v2/models/{name}/ready") == 200
 
     def _status(self, path: str) -> int:
@@ -514,7 +501,6 @@ class TritonServer:
         ]
 
     def model_config(self, name: str) -> dict[str, Any]:
-        """The config of a ready model, as completed by the server."""
         config: dict[str, Any] = self._json(f"/v2/models/{name}/config")
         return config
 
@@ -536,7 +522,6 @@ class TritonServer:
         return None if self._scratch is None or self._log is not None else Path(self._scratch.name) / "log"
 
     def log_tail(self, lines: int = 30) -> str:
-        """The last `lines` lines of the log."""
         return "\n".join(self.read_log().splitlines()[-lines:])
 
     def describe_log(self) -> str:

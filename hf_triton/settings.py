@@ -433,12 +433,6 @@ def load_settings(
 ) -> LoadedSettings[AnySettings]:
     """Read and check a folder's settings.
 
-    Args:
-        parameters: config.pbtxt's `parameters`, by key.
-        environment: The process's environment.
-        settings_class: The declarations.
-        origin: Where the parameters stand, for messages.
-
     Raises:
         SettingsError: A setting is unknown, impossible, contradictory or given twice; the message names it, its value,
             its source and what is allowed.

@@ -26,7 +26,7 @@ from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.options import EngineOptions
 from hf_triton.runner.cuda import fuse
 from hf_triton.runner.lora.model_adapters import Adapters
-from hf_triton.runner.way_probe import probe_ways
+from hf_triton.runner.way_probe import find_way
 from hf_triton.sampling.params import SamplingParams
 from tests.support.adapters import save_lora
 from tests.support.architectures import BASE, CONTINUOUS, build
@@ -83,7 +83,7 @@ def counted() -> Iterator[Counter[str]]:
 
 def measure(model: Any, adapter: Path | None = None) -> dict[str, Any]:
     """Start an engine, and run requests in it: with an adapter, if there is one."""
-    way = probe_ways(model)
+    way = find_way(model).way
     if way is None:
         return {"eager_because": "the continuous engine does not run this model"}
     meter, began_s = Meter(), time.perf_counter()

@@ -35,7 +35,7 @@ from hf_triton.engine.options import EngineOptions
 from hf_triton.runner.cuda import fuse
 from hf_triton.runner.device_step import step_sizes
 from hf_triton.runner.model_runner import ModelRunner
-from hf_triton.runner.way_probe import probe_ways
+from hf_triton.runner.way_probe import find_way
 from hf_triton.sampling.params import SamplingParams
 
 CLASSES = {
@@ -214,7 +214,7 @@ def started(
 ) -> Iterator[tuple[ContinuousBatchingEngine, Meter]]:
     """An engine, whose start is a figure."""
     began_s = time.perf_counter()
-    way = probe_ways(model)
+    way = find_way(model).way
     if way is None:
         raise RuntimeError("the continuous engine does not run this model")
     probed_s = time.perf_counter()

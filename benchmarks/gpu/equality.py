@@ -25,7 +25,7 @@ from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.options import EngineOptions
 from hf_triton.engine.sequence import Outcome, SequenceGroup
 from hf_triton.runner.cuda import fuse
-from hf_triton.runner.way_probe import probe_ways
+from hf_triton.runner.way_probe import find_way
 from hf_triton.sampling.params import SamplingParams
 from tests.support.architectures import load
 
@@ -79,7 +79,7 @@ def in_company(engine: ContinuousBatchingEngine, given: list[Item]) -> list[list
 
 def compare(model: Any, mode: Literal["eager", "auto"], given: list[Item], expected: list[list[int]]) -> dict[str, Any]:
     """Equal completions, and whether steps were captured."""
-    way = probe_ways(model)
+    way = find_way(model).way
     if way is None:
         raise RuntimeError("the continuous engine does not run this model")
     engine = ContinuousBatchingEngine(model, EngineOptions(max_num_seqs=8, max_cache_tokens=1024, decoding=mode), way)

@@ -39,7 +39,7 @@ from hf_triton.engine.options import EngineOptions
 from hf_triton.errors import ServerError
 from hf_triton.extras import MissingExtraError, check_extras
 from hf_triton.runner.cuda import fuse
-from hf_triton.runner.way_probe import probe_ways
+from hf_triton.runner.way_probe import find_way
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.server import TritonServer, find_tritonserver, free_ports
 
@@ -147,7 +147,7 @@ def ask(client: LeanClient, way: str, prompts: list[list[int]], width: int, num_
 def in_engine(model: Any, plan: Plan, prompts: Prompts) -> Iterator[dict[str, float]]:
     """The figures of each load in an engine of this process."""
     fuse(model)
-    way = probe_ways(model)
+    way = find_way(model).way
     assert way is not None
     engine = ContinuousBatchingEngine(
         model, EngineOptions(max_num_seqs=plan.width, max_cache_tokens=MAX_CACHE_TOKENS), way

@@ -50,7 +50,6 @@ class EncoderEngine(Worker[EncoderGroup]):
     """Computes groups in a thread of its own, until it is closed or the device is lost.
 
     Args:
-        forward: Computes the outputs of inputs.
         max_batch_tokens: The most tokens of a forward, but for a longer sequence alone; None: the device's default.
         on_fatal: Called once, in the engine's thread, after the device was lost and every group answered.
     """
@@ -87,11 +86,7 @@ class EncoderEngine(Worker[EncoderGroup]):
         return next((error for each in group.inputs if (error := self._forward.input_error(each))), None)
 
     def run(self, inputs: Sequence[EncoderInput | ArrayInput]) -> list[npt.NDArray[np.float32]]:
-        """The outputs of inputs, as soon as they are computed.
-
-        Raises:
-            HfTritonError: The engine refuses one, or fails on it.
-        """
+        """The outputs of inputs, as soon as they are computed; raises HfTritonError if the engine refuses or fails."""
         waiter = _Waiter()
         self.submit([EncoderGroup(inputs, listener=waiter)])
         answer = waiter.answers.get()

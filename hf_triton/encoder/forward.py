@@ -104,14 +104,7 @@ def build_forward(
 class EncoderForward:
     """Computes a model's outputs for each sequence as if it were alone. For one thread at a time.
 
-    Args:
-        model: A transformers model in eval mode, on its device.
-        outputs: Names of the model's outputs, as `("start_logits", "end_logits")`.
-        per_token: Whether an output has a row for each token.
-        reduce: Applied on the device to each sequence's outputs in float32, for pooling.
-        way: How sequences share a forward, see `probe_way`.
-        merge: See `build_forward`.
-        adapters: The model's LoRA adapters; None: it takes none.
+    Its arguments are those of `build_forward`; `way` is how sequences share a forward, see `probe_way`.
 
     Raises:
         NotPackableError: `way` is `packed`, and the model takes no position ids.
@@ -176,9 +169,6 @@ class EncoderForward:
     @torch.inference_mode()
     def capture(self, inputs: list[EncoderInput]) -> str | None:
         """Capture the model's forwards of small rows, which then take a GPU's time and not Python's; see `StepGraphs`.
-
-        Args:
-            inputs: What a trial computes.
 
         Returns:
             Why all rows run eagerly; None: small ones are captured.

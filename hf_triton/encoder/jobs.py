@@ -38,7 +38,6 @@ class EncoderInput:
 
     @property
     def num_tokens(self) -> int:
-        """What it costs."""
         return len(self.ids)
 
 
@@ -54,14 +53,11 @@ class ArrayInput:
 
 @dataclass(frozen=True)
 class Job:
-    """One input of a group."""
-
     group: EncoderGroup
     index: int
 
     @property
     def input(self) -> EncoderInput | ArrayInput:
-        """What the model computes."""
         return self.group.inputs[self.index]
 
 
@@ -112,6 +108,5 @@ class EncoderGroup(Group[Outputs]):
             self.finish([self._outputs[index] for index in range(len(self.inputs))])
 
     def finish(self, outcome: Outputs | HfTritonError) -> None:
-        """Deliver the outcome, once."""
         self._outputs = {}
         super().finish(outcome)

@@ -35,7 +35,6 @@ class PackedBase:
     """The layers of a model, for rows.
 
     Args:
-        model: A transformers model in eval mode.
         per_token: Whether the head gets the row, or padded states.
 
     Raises:
@@ -70,11 +69,7 @@ class PackedBase:
 
     @contextmanager
     def running(self, row: EncoderRow) -> Iterator[None]:
-        """Let the model's base compute `row` while it is entered.
-
-        Raises:
-            NotPackableError: The model computed attention by itself.
-        """
+        """Let the base compute `row` while entered; raises NotPackableError if the model attended by itself."""
         attributes = vars(self._base)
         own = attributes.get("forward")  # accelerate puts one there, of a model on several devices
         attributes["forward"] = lambda *args, **kwargs: self._compute(row, *args, **kwargs)
@@ -170,7 +165,6 @@ class PackedBase:
         return self._output_class(last_hidden_state=self._graphs.outputs[None, : row.packed.step.num_tokens].clone())
 
     def _load(self, row: EncoderRow) -> StepGraph | None:
-        """The graph of a row, which has its numbers; None: there is none."""
         type_ids = row.type_ids if self._takes_types else None
         if self._graphs is None or row.has_adapters or (type_ids is not None and not self._has_types):
             return None

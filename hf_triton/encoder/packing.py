@@ -35,7 +35,6 @@ class EncoderRow:
     kept: torch.Tensor | None
     """Indices of the tokens whose outputs are wanted; None: all."""
     has_adapters: bool = False
-    """Whether a sequence has an adapter."""
     computed: tuple[Any, torch.Tensor] | None = None
     """The outputs of the model's base, and the states `[1, tokens, size]` in it, for a head that comes again."""
 
@@ -49,13 +48,7 @@ class EncoderRow:
 
 
 def pack_row(inputs: list[EncoderInput], position_ids: PositionIds | None, device: torch.device) -> EncoderRow:
-    """Lay sequences one behind the other.
-
-    Args:
-        inputs: Sorted by length, ascending.
-        position_ids: The model's own rule; None: from 0.
-        device: Where the row goes.
-    """
+    """Lay sequences, sorted by ascending length, one behind the other; without a rule, positions count from 0."""
     sized = [(sequence.ids, len(sequence.ids)) for sequence in inputs]
     ranges = [TokenRange(row, 0, length, ids, (), length) for row, (ids, length) in enumerate(sized)]
     positions = position_ids and np.concatenate([position_ids(np.array(sequence.ids, np.int64)) for sequence in inputs])

@@ -47,12 +47,8 @@ def probe_way(
 ) -> Way:
     """How sequences share a forward with the outputs that each has alone; logs which way and why.
 
-    Args:
-        model: A transformers model in eval mode, on its device.
-        inputs: See `probe_inputs`.
-        build: Builds a forward that goes one way.
-        build_base: The same of the model without its head, which may hide what the layers get wrong.
-        slower: Why sequences do not share a row is added here, see `Worker.slower`.
+    `build_base` builds the model without its head, which may hide what the layers get wrong. `slower` gets why
+    sequences do not share a row, see `Worker.slower`.
     """
     if shares_positions(model, MAX_CONTEXT):
         slower.append("computes every text alone: its positions would change with the longest one in its company")

@@ -33,7 +33,6 @@ class StackedForward:
     """Computes outputs as `EncoderForward` does. For one thread at a time.
 
     Args:
-        model: A transformers model in eval mode, on its device.
         compute: The model's outputs `[batch, ...]` for its arguments, each with a dimension of the batch.
     """
 

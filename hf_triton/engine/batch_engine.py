@@ -46,7 +46,6 @@ class BatchEngine(GenerationWorker):
     generation_config makes `generate` do to them (`suppress_tokens`, `sequence_bias`, ...).
 
     Args:
-        model: A transformers model that generates, in eval mode, on its device.
         options: The engine's; the sequences of a batch have the same adapter.
         sharing: Which prompts may share a batch with this model: `padded` ones of any length, those of `equal_length`,
             or none, each sequence `alone` (see `probe_batching`).
@@ -100,7 +99,6 @@ class BatchEngine(GenerationWorker):
         return bool(self.unfinished())
 
     def unfinished(self) -> list[SequenceGroup]:
-        """The groups of the batch that have no outcome yet."""
         return [group for group in self._groups if not group.is_finished]
 
     def admission_error(self, group: SequenceGroup) -> HfTritonError | None:
@@ -194,7 +192,6 @@ class BatchEngine(GenerationWorker):
             search.deliver(output)
 
     def _call_generate(self, sequences: list[Sequence], **arguments: Any) -> Any:
-        """What `generate` returns for the prompts of these sequences."""
         first = sequences[0].group
         prompts = [sequence.group.prompt_ids for sequence in sequences]
         input_ids, attention_mask = pad(prompts, self._pad_id, self._device, at_left=not self._is_encoder_decoder)

@@ -35,8 +35,6 @@ class BeamSearch:
     Args:
         sequences: The first one of each prompt.
         num_columns: Columns before the first new token.
-        is_over: Whether all of these sequences are done.
-        observer: The engine's.
     """
 
     def __init__(

@@ -19,12 +19,8 @@ class BlockMemory:
 
     Args:
         budget: Tokens that the device has memory for.
-        num_blocks: Blocks of the KV cache.
-        block_size: Tokens of a block.
-        max_kept: See `BlockPool`.
         slot_tokens: Tokens that take as much memory as the states of a sequence; 0: none, or they are not counted.
         is_fixed: Whether all memory is allocated at load; else it is shared with others on the device.
-        give_back: Frees the memory of blocks.
     """
 
     def __init__(
@@ -48,7 +44,6 @@ class BlockMemory:
 
     @property
     def num_used_tokens(self) -> int:
-        """Tokens of the held blocks, and of states."""
         return self.pool.num_held * self.block_size + self._num_slots * self._slot_tokens
 
     @property
@@ -57,11 +52,7 @@ class BlockMemory:
         return min(self.pool.num_blocks * self.block_size, self.budget.allowed)
 
     def refresh(self, num_slots: int) -> None:
-        """Look at the budget, and give back what exceeds it.
-
-        Args:
-            num_slots: Sequences that have states.
-        """
+        """Look at the budget, beside the states of `num_slots` sequences, and give back what exceeds it."""
         self._num_slots = num_slots
         if self._is_fixed:
             return
@@ -72,7 +63,6 @@ class BlockMemory:
             self._give_back(self.pool.trim(self.pool.max_touched))
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Blocks of a sequence."""
         return -(-num_tokens // self.block_size)
 
     def has_room(self, num_blocks: int, num_slots: int) -> bool:

@@ -22,7 +22,6 @@ class BlockPool:
     `max_kept` blocks are kept, then the least recently used of the kept ones.
 
     Args:
-        num_blocks: Blocks in all, numbered from 0.
         max_kept: Kept blocks from which on they are taken before fresh ones, so that memory does not grow.
     """
 
@@ -60,11 +59,7 @@ class BlockPool:
         return max(0, min(self.num_blocks, self.max_touched) - self.num_held)
 
     def allocate(self) -> int:
-        """Take a block, for one holder.
-
-        Raises:
-            IndexError: None is free.
-        """
+        """Take a block, for one holder; raises IndexError if none is free."""
         if not self.num_free:
             raise IndexError("no block is free")
         if self._empty:
@@ -102,11 +97,9 @@ class BlockPool:
             self._digest_of[block] = digest
 
     def is_held(self, block: int) -> bool:
-        """Whether a sequence holds a block."""
         return block in self._references
 
     def find(self, digest: bytes) -> int | None:
-        """The block with this digest, held or kept."""
         return self._block_of.get(digest)
 
     def trim(self, max_touched: int) -> list[int]:
@@ -124,7 +117,6 @@ class BlockPool:
         return given_back
 
     def clear(self) -> None:
-        """Forget all prefixes."""
         self._empty.extend(self._kept)
         self._kept.clear()
         self._digest_of.clear()

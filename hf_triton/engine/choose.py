@@ -61,12 +61,9 @@ NO_ROOM: Final = (
 
 
 def build_engine(model: Any, wanted: EngineName, options: EngineOptions) -> GenerationEngine:
-    """Start the engine for a model.
+    """Start the engine for a model in eval mode, on its device.
 
-    Args:
-        model: In eval mode, on its device.
-        wanted: `auto` takes the continuous engine if its logits are those of the model's own `generate`.
-        options: The engine's, whichever it is.
+    `auto` takes the continuous engine if its logits are those of the model's own `generate`.
 
     Raises:
         CheckpointError: The setting requires `continuous`, which cannot run this model correctly, or no engine can; or
@@ -140,11 +137,7 @@ def _continuous_way(model: Any, wanted: EngineName, context_length: int) -> Find
 
 
 def _sharing(model: Any, context_length: int) -> Sharing:
-    """Which sequences may share a batch of `generate`.
-
-    Raises:
-        CheckpointError: `generate` fails even for one sequence.
-    """
+    """Which sequences may share a batch of `generate`; raises CheckpointError if even one alone fails."""
     try:
         sharing = probe_batching(model)
     except CheckpointError:

@@ -31,13 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class ContinuousBatchingEngine(GenerationWorker):
-    """Lets each sequence join and leave at any step.
-
-    Args:
-        model: A decoder-only transformers model with a cache, in eval mode, on its device.
-        options: The engine's.
-        way: How it runs (`probe_ways`).
-    """
+    """Lets each sequence of a decoder-only model join and leave at any step."""
 
     name: ClassVar[str] = "continuous"
 

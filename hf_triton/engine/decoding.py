@@ -28,10 +28,7 @@ def decoding_error(mode: DecodingMode, device: torch.device) -> str | None:
 def capture_forwards(mode: DecodingMode, device: torch.device, capture: Callable[[], str | None]) -> list[str]:
     """Capture what a mode asks for; the log says so, or why not.
 
-    Args:
-        mode: The setting.
-        device: The model's.
-        capture: Returns why all forwards run eagerly; None: small ones are captured.
+    `capture` returns why all forwards run eagerly; None: small ones are captured.
 
     Returns:
         Why forwards run slower than they could; see `Worker.slower`.

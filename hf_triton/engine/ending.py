@@ -11,11 +11,7 @@ from transformers import StoppingCriteria
 
 
 class Ending(StoppingCriteria):
-    """`generate`'s stopping rule, called after every step.
-
-    Args:
-        ended: Says which rows end with their last tokens, given the tokens so far, `[rows, columns]`.
-    """
+    """`generate`'s stopping rule: after every step `ended` says which rows end, given the tokens `[rows, columns]`."""
 
     def __init__(self, ended: Callable[[torch.Tensor], list[bool]]) -> None:
         self._ended = ended

@@ -33,7 +33,6 @@ class InflightStep:
     """Whether each of the step's full blocks is."""
 
     def read(self) -> StepOutput:
-        """The output, once it is on the host."""
         tokens = self.sampled.read() if self.sampled else []
         are_finite = self.are_finite.tolist() if self.are_finite else []
         return StepOutput(
@@ -52,11 +51,7 @@ class InflightStep:
 
 
 class Executor:
-    """Runs steps of one model.
-
-    Args:
-        runner: Runs the model's forwards.
-    """
+    """Runs steps of one model."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner

@@ -22,8 +22,6 @@ class GenerationWorker(Worker[SequenceGroup]):
 
     Args:
         model: Its generation_config names the end-of-sequence tokens of groups that do not.
-        device: Has the model's input embedding.
-        options: The engine's.
     """
 
     def __init__(self, model: Any, device: torch.device, options: EngineOptions) -> None:
@@ -32,13 +30,7 @@ class GenerationWorker(Worker[SequenceGroup]):
         super().__init__(device, options.on_fatal, idle_release_s=options.config.idle_release_s)
 
     def start(self, group: SequenceGroup, *, arrival_number: int = 0, context_ids: list[int] | None = None) -> None:
-        """Create the sequences of a group, or finish it with an error if that fails.
-
-        Args:
-            group: Leaves the queue.
-            arrival_number: The higher, the younger.
-            context_ids: What penalties look at; None: the prompt.
-        """
+        """Create the sequences of a group, or finish it with an error. Penalties see `context_ids`, or the prompt."""
         params = group.params
         eos_ids = self._eos_ids if params.eos_ids is None else params.eos_ids
         context = group.prompt_ids if context_ids is None else context_ids

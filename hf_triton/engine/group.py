@@ -60,7 +60,6 @@ class Group(Generic[Result]):
         raise NotImplementedError
 
     def finish(self, outcome: Result | HfTritonError) -> None:
-        """Deliver the outcome, once."""
         if self.is_finished:
             return
         self.is_finished = True
@@ -81,7 +80,6 @@ class Group(Generic[Result]):
         return self.is_finished
 
     def is_late(self) -> bool:
-        """Whether it has passed its deadline."""
         return self.deadline_s is not None and time.monotonic() >= self.deadline_s
 
     def cancellation(self) -> HfTritonError | None:

@@ -35,7 +35,6 @@ class BatchSize:
         self.now = max(min(self.now, failed) // 2, min(self.least, self.most))
 
     def grow(self) -> None:
-        """Add a step."""
         self.now = min(self.most, self.now + self.step)
 
 

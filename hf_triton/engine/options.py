@@ -37,6 +37,5 @@ class EngineOptions:
     on_fatal: Callable[[], None] = lambda: None
     """Called once, in the engine's thread, after the engine has failed for good and answered every group."""
     observer: Observer = field(default_factory=Observer)
-    """Observes the engine."""
     config: EngineConfig = field(default_factory=EngineConfig)
     """The engine's constants."""

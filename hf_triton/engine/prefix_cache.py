@@ -12,14 +12,7 @@ from hf_triton.runner.step import TokenRange
 
 
 class PrefixCache:
-    """Finds and publishes full blocks of sequences by the digests of their tokens.
-
-    Args:
-        pool: Holds the blocks.
-        block_size: Tokens of a block.
-        is_enabled: Whether blocks are published.
-        recompute_length: See `ModelTraits`.
-    """
+    """Finds and publishes full blocks of sequences by the digests of their tokens."""
 
     def __init__(self, pool: BlockPool, block_size: int, *, is_enabled: bool, recompute_length: float) -> None:
         self._pool = pool
@@ -49,7 +42,6 @@ class PrefixCache:
             self._computing.setdefault(digest, sequence.id)
 
     def full_blocks(self, ranges: Iterable[TokenRange]) -> list[int]:
-        """The blocks that a step fills."""
         size = self._block_size
         if not self._is_enabled:
             return []

@@ -31,7 +31,6 @@ class Observer:
     """Observes an engine, in the engine's thread: must be quick, and must not raise. This one does nothing."""
 
     def on_admit(self, group: SequenceGroup) -> SequenceObserver:
-        """A sequence group leaves the queue."""
         return SequenceObserver()
 
     def on_prefix_hit(self, num_tokens: int) -> None:

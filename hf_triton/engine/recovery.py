@@ -22,10 +22,6 @@ class Recovery:
     A failed step may have written some of its tokens and advanced some states, so its sequences are recomputed: half of
     them in one trial, until all have passed where they failed, then the other half. A trial that fails is halved again,
     until the sequences of one group fail alone.
-
-    Args:
-        scheduler: Preempts them.
-        memory: Whose prefix cache is cleared.
     """
 
     def __init__(self, scheduler: Scheduler, memory: BlockMemory) -> None:
@@ -36,9 +32,7 @@ class Recovery:
     def recover(self, step: Step, error: Exception) -> None:
         """Preempt the sequences of a failed step; refuse one if it must be the cause.
 
-        Args:
-            step: Without ranges if it failed before it was scheduled.
-            error: What the step raised.
+        A step that failed before it was scheduled has no ranges.
 
         Raises:
             Exception: `error`, if the device is lost or no sequence can be the cause.

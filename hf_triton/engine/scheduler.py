@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What a step has computed."""
-
     step: Step = field(default_factory=Step)
     tokens: dict[int, SampledToken] = field(default_factory=dict)
     """The next token of each sequence that samples, by its id."""
@@ -39,17 +37,7 @@ class StepOutput:
 
 
 class Scheduler:
-    """Schedules steps and takes their outputs.
-
-    Args:
-        memory: The block pool and its budget.
-        queue: Groups that wait for admission.
-        traits: Properties of the model.
-        max_sequences: The most sequences that run at a time.
-        start: Creates the sequences of an admitted group, or finishes it with an error.
-        observer: Observes the engine.
-        config: The engine's constants.
-    """
+    """Schedules steps and takes their outputs."""
 
     def __init__(
         self,
@@ -249,7 +237,6 @@ class Scheduler:
             pass  # an earlier output was lost, as no sequence was left that it is for
 
     def _append(self, sequence: Sequence, token: SampledToken) -> None:
-        """Give a sequence the token that was in flight."""
         sequence.num_inflight -= 1
         is_done = sequence.append(token)
         if sequence.trial and sequence.num_tokens > sequence.failed_length:
@@ -308,11 +295,7 @@ class Scheduler:
     def preempt(self, sequences: list[Sequence], error: HfTritonError | None = None) -> None:
         """Take running sequences out of memory; those that are not done wait, to be recomputed with their tokens.
 
-        If the model cannot recompute a sequence, those that have tokens already are refused instead.
-
-        Args:
-            sequences: Running.
-            error: What to refuse with; None: a failure of the model.
+        If the model cannot recompute a sequence, those that have tokens already are refused instead, with `error`.
         """
         if not self._traits.recomputes:
             refusal = error or GenerationError(

@@ -82,8 +82,6 @@ class RequestTimes:
 
 
 class SequenceObserver:
-    """Observes one sequence group, see `Observer`."""
-
     def on_token_sampled(self, index: int, *, is_text: bool) -> None:
         """A sequence has its next token; `is_text` is false for an end-of-sequence token."""
 
@@ -97,11 +95,7 @@ class SequenceListener(Listener[list[Completion]]):
     def on_token(self, row: int, index: int, token_id: int, logprobs: TokenLogprobs | None) -> bool:
         """A sequence of a group that `listens_to_tokens` has one more; true finishes it with `stop_string`.
 
-        Args:
-            row: The group's.
-            index: The sequence's, in the group.
-            token_id: No end-of-sequence token.
-            logprobs: Its log probabilities, if sampling computes them.
+        `row` is the group's, `index` the sequence's in it. The token is no end-of-sequence token.
         """
         return False
 
@@ -130,11 +124,9 @@ class SequenceGroup(Group[list[Completion]]):
     constraint: Callable[[], Constraint] | None = None
     """The engine's thread calls it once for each sequence; None: they are unconstrained."""
     adapter: Adapter | None = None
-    """The LoRA adapter of its sequences."""
     cache_salt: str = ""
     """Groups share cached prefixes with those of the same salt."""
     times: RequestTimes = field(default_factory=RequestTimes)
-    """Times of the request that the group belongs to."""
 
     sequences: list[Sequence] = field(default_factory=list, init=False)
     """They exist from admission until the outcome."""
@@ -164,19 +156,11 @@ class SequenceGroup(Group[list[Completion]]):
         observer: SequenceObserver,
         arrival_number: int = 0,
     ) -> None:
-        """Create the sequences.
-
-        Args:
-            new_sampler: Creates the sampler of a sequence, given its index.
-            eos_ids: The end-of-sequence tokens.
-            observer: Observes the group from now on.
-            arrival_number: See the attribute.
-        """
+        """Create the sequences; `new_sampler` is given the index of each."""
         self.eos_ids, self.observer, self.arrival_number = eos_ids, observer, arrival_number
         self.sequences = [Sequence(self, index, new_sampler(index)) for index in range(self.params.num_sequences)]
 
     def finish(self, outcome: Outcome) -> None:
-        """Deliver the outcome, once."""
         observer = self.observer
         self.sequences, self.observer = [], SequenceObserver()  # breaks reference cycles
         if not isinstance(outcome, HfTritonError):
@@ -219,10 +203,8 @@ class Sequence:
 
     group: SequenceGroup
     index: int
-    """Its place in the group."""
     sampler: SequenceSampler
     token_ids: list[int] = field(default_factory=list)
-    """Its new tokens."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     trial: int = 0
@@ -253,7 +235,6 @@ class Sequence:
 
     @property
     def adapter_key(self) -> str | None:
-        """The key of its LoRA adapter."""
         return self.group.adapter.key if self.group.adapter else None
 
     @property
@@ -267,7 +248,6 @@ class Sequence:
         return self.group.arrival_number, self.index
 
     def tokens(self, start: int, end: int) -> list[int]:
-        """The tokens `[start:end]` of the context."""
         num_prompt = len(self.group.prompt_ids)
         if start >= num_prompt:
             return self.token_ids[start - num_prompt : end - num_prompt]
@@ -288,7 +268,6 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the context."""
         return len(self.group.prompt_ids) + len(self.token_ids)
 
     @property
@@ -319,7 +298,6 @@ class Sequence:
             self.finish_reason = "deadline"
 
     def finish(self, reason: FinishReason) -> None:
-        """Finish with the tokens that it has."""
         self.finish_reason = reason
         self.group.finish_if_complete()
 

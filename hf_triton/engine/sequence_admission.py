@@ -121,7 +121,6 @@ class SequenceAdmission:
     # --- slots -------------------------------------------------------------------------------------------------------
 
     def has_slot(self) -> bool:
-        """Whether one more sequence may run."""
         return len(self.running) < max(self.slot_limit, 1)
 
     def take_slot(self, sequence: Sequence) -> None:

@@ -31,9 +31,7 @@ class SpeechEngine(Worker[SpeechGroup]):
 
     Args:
         model: A `WhisperForConditionalGeneration` in eval mode, on its device.
-        feature_extractor: The checkpoint's `WhisperFeatureExtractor`.
         max_rows: Short audios of a batch at most; None: the device's default.
-        on_fatal: Called once, in the engine's thread, after the engine has failed for good and answered every group.
     """
 
     def __init__(
@@ -101,11 +99,7 @@ class SpeechEngine(Worker[SpeechGroup]):
         return self.rejection() is not None or all(has_ended)
 
     def _ended(self, groups: list[SpeechGroup], num_rows: int) -> list[bool]:
-        """No row ends here; a batch that nobody waits for does, with all windows of it.
-
-        Raises:
-            _EndedError: Nobody waits.
-        """
+        """No row ends here; a batch that nobody waits for does, with all its windows, by an _EndedError."""
         if self._is_over(groups):
             raise _EndedError
         return [False] * num_rows

@@ -40,22 +40,17 @@ class Segment:
 
 @dataclass(frozen=True)
 class Transcript:
-    """What the model heard."""
-
     segments: list[Segment]
     language_id: int | None
     """The token of the language, given or detected; None: the model knows one language."""
 
     @property
     def token_ids(self) -> list[int]:
-        """The tokens of all segments."""
         return [token_id for segment in self.segments for token_id in segment.token_ids]
 
 
 @dataclass(eq=False)
 class SpeechGroup(Group[Transcript]):
-    """One audio."""
-
     samples: npt.NDArray[np.float32]
     """Samples at the model's rate, `[samples]`."""
     params: SpeechParams

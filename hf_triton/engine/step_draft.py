@@ -30,7 +30,6 @@ class StepNotes:
         self._pool = pool
 
     def copy_block(self, source: int, target: int) -> None:
-        """Let the next step copy a block."""
         self._pool.share(source)
         self.block_copies.append((source, target))
 
@@ -45,11 +44,7 @@ class StepNotes:
 
 
 class StepDraft:
-    """The ranges of a step, to which decoding sequences are added first.
-
-    Args:
-        traits: Properties of the model.
-    """
+    """The ranges of a step, to which decoding sequences are added first."""
 
     def __init__(self, traits: ModelTraits) -> None:
         self.ranges: dict[Sequence, TokenRange] = {}
@@ -116,7 +111,6 @@ class StepDraft:
 
     @property
     def cuts_context(self) -> bool:
-        """Whether a context goes on behind the step."""
         return not all(tokens.samples for tokens in self.ranges.values())
 
     def build(self, notes: StepNotes, prefixes: PrefixCache) -> Step:

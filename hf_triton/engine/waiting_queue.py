@@ -43,7 +43,6 @@ class WaitingQueue(Generic[AnyGroup]):
         return self._num_waiting
 
     def add(self, groups: list[AnyGroup]) -> None:
-        """Queue the groups of one request."""
         with self.changed:
             priorities = {group.priority for group in groups}
             turns = {priority: itertools.count(self._next_turn(priority)) for priority in priorities}
@@ -115,7 +114,6 @@ class WaitingQueue(Generic[AnyGroup]):
             self._keep([group for group in self._groups if not group.is_finished])
 
     def clear(self) -> list[AnyGroup]:
-        """Remove and return all groups."""
         with self.changed:
             groups = self._groups
             self._keep([])

@@ -147,7 +147,6 @@ class Child:
         return result
 
     def close(self) -> None:
-        """End the process."""
         self._connection.close()
         self._process.join(10)
         self._process.kill()

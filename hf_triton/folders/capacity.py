@@ -38,7 +38,6 @@ class Room:
         return max(0, memory.max_tokens(GpuPart(self.fraction, is_set=True), 0))
 
     def sequence_tokens(self, context: int) -> int:
-        """Tokens in the blocks of a sequence."""
         return -(-context // self.block_size) * self.block_size
 
     def sequence_bytes(self, context: int) -> int:

@@ -30,8 +30,6 @@ Outputs = Sequence[npt.NDArray[np.float32]]
 
 @dataclass
 class Row:
-    """A candidate and what is known of it."""
-
     name: str
     candidate: Candidate
     child: Child | None = None
@@ -75,7 +73,6 @@ class Row:
         return statistics.geometric_mean(self.gain(base, case) for case in self.rounds if case != TEXTS)
 
     def samples_s(self, case: Case) -> list[float]:
-        """The seconds of each run."""
         return [time_s for each in self.rounds[case] for time_s in each]
 
     def scatter(self, case: Case) -> float:
@@ -123,11 +120,8 @@ def judge(row: Row, reference: Outputs, outputs: Outputs, tolerance: float, kind
 def agreement(reference: Outputs, outputs: Outputs, kind: str) -> float:
     """The part of the texts that keep what counts, from 0 to 1.
 
-    Args:
-        reference: Of each text.
-        outputs: To be compared.
-        kind: `vectors`, whose nearest neighbours are compared; `logits`, whose largest are; single ones are scores,
-            whose order is compared by pairs of texts.
+    Of `vectors` the nearest neighbours count, of `logits` the largest; single ones are scores, whose order counts, by
+    pairs of texts.
     """
     if kind == "vectors":
         return float(np.mean(_nearest(reference) == _nearest(outputs)))
@@ -185,7 +179,6 @@ def _statistics(values: list[float]) -> Mapping[str, float]:
 
 
 def summary_rows(rows: Sequence[Row], base: Row, num_texts: int) -> list[dict[str, Any]]:
-    """One line for each candidate."""
     return [
         {
             "candidate": row.name,

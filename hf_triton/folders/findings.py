@@ -54,8 +54,6 @@ HARMLESS: Final = (NOT_ON_DISK, "adapter_invalid")
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is known."""
-
     about: str
     state: State
     finding: str
@@ -70,7 +68,6 @@ class FolderCheck:
 
     @property
     def has_errors(self) -> bool:
-        """Whether the folder cannot be served."""
         return any(finding.state == "error" for finding in self.findings)
 
     def run(self) -> None:

@@ -90,11 +90,7 @@ def read_config(folder: Path) -> str:
 
 
 def parse_message(folder: Path) -> Any:
-    """A folder's config.pbtxt as Triton's protobuf message `ModelConfig`.
-
-    Raises:
-        SettingsError: Triton cannot read it.
-    """
+    """A config.pbtxt as Triton's message `ModelConfig`; raises SettingsError if Triton cannot read it."""
     messages = importlib.import_module("tritonclient.grpc.model_config_pb2")
     text_format = importlib.import_module("google.protobuf.text_format")
     config, message = read_config(folder), messages.ModelConfig()
@@ -156,7 +152,6 @@ def ensemble_steps(folder: Path) -> list[str] | None:
 
 
 def load_folder_settings(config: Mapping[str, Any], settings_class: type[AnySettings]) -> LoadedSettings[AnySettings]:
-    """The settings in a config of `parse_config`."""
     parameters = {key: value.get("string_value", "") for key, value in config.get("parameters", {}).items()}
     return load_settings(parameters, os.environ, settings_class)
 

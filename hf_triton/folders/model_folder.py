@@ -80,11 +80,7 @@ def is_missing(model: str) -> bool:
 
 
 def check_settings(settings: Mapping[str, str]) -> LoadedSettings[ModelSettings]:
-    """Check a folder's settings.
-
-    Raises:
-        HfTritonError: One is unknown or impossible.
-    """
+    """Check a folder's settings; raises HfTritonError if one is unknown or impossible."""
     try:
         return load_settings(settings, os.environ, ModelSettings, "the command line")
     except SettingsError as error:
@@ -115,11 +111,7 @@ def _quoted(text: str) -> str:
 
 
 def with_task(settings: Mapping[str, str], task: str | None) -> Mapping[str, str]:
-    """The settings of a command, and its `--task` among them.
-
-    Raises:
-        HfTritonError: The task is given twice.
-    """
+    """The settings of a command, and its `--task` among them; raises HfTritonError if the task is given twice."""
     if task is None:
         return settings
     if "task" in settings:

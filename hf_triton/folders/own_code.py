@@ -15,11 +15,7 @@ from hf_triton.folders.folders import model_file, newest_version
 
 
 def own_class(folder: Path) -> Any:
-    """The class of 1/model.py.
-
-    Raises:
-        LoadError: It cannot be imported, has no class of this library, or a hook in it cannot be called.
-    """
+    """The class of 1/model.py; raises LoadError if it cannot be imported, is none of ours, or has a wrong hook."""
     from hf_triton import StreamDoor, TritonPythonModel
     from hf_triton.tasks.checked_hooks import check_hooks
 

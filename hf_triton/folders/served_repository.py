@@ -30,7 +30,6 @@ def served_repository(given: Path | None, excluded: Collection[str]) -> contextl
 
 @contextlib.contextmanager
 def _linked_repository(given: Path, excluded: Collection[str]) -> Iterator[Path]:
-    """A temporary repository of links to the other folders."""
     with ScratchFolder("served") as root:
         for folder in model_folders(given):
             if folder.name not in excluded:
@@ -40,7 +39,6 @@ def _linked_repository(given: Path, excluded: Collection[str]) -> Iterator[Path]
 
 @contextlib.contextmanager
 def demo_repository() -> Iterator[Path]:
-    """A temporary repository with the demo folder."""
     checkpoint = Path(hf_triton.__file__).parent / "demo"
     with ScratchFolder("demo") as root:
         folder = Path(root) / DEMO_NAME

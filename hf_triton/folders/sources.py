@@ -42,13 +42,8 @@ def model_repository(
 ) -> Iterator[Path]:
     """A temporary model repository of links to the user's folders and of folders written for checkpoints.
 
-    Checkpoints of the Hub are downloaded first.
-
-    Args:
-        what: Hub names, and paths of checkpoints, model folders and model repositories; `demo` is the demo model.
-        settings: Of each checkpoint's folder, by name.
-        stream: Whether these folders stream themselves.
-        progress: Shows downloads.
+    `what` has Hub names, which are downloaded first, and paths of checkpoints, model folders and model repositories;
+    `demo` is the demo model. Settings and `stream` are for the folders that are written.
 
     Raises:
         HfTritonError: Settings are given for a model folder, two folders have one name, or a model does not exist,

@@ -41,11 +41,8 @@ class GrammarCompiler:
     """Compiles grammars for one model. Thread-safe.
 
     Args:
-        tokenizer: A transformers tokenizer.
         vocabulary_size: Rows of the model's embedding.
         eos_ids: The end-of-sequence tokens if the sampling parameters have none.
-        limits: Limits on the work that a grammar may cause.
-        sandbox: Tries grammars that are new.
     """
 
     def __init__(
@@ -77,10 +74,6 @@ class GrammarCompiler:
         self, grammar: Grammar, params: SamplingParams
     ) -> tuple[SamplingParams, Callable[[], GrammarConstraint]]:
         """Compile a grammar for the sequences of one prompt.
-
-        Args:
-            grammar: What the completions follow.
-            params: The prompt's sampling parameters.
 
         Returns:
             The sampling parameters with at least one end-of-sequence token, and a factory of the sequences'
@@ -121,10 +114,8 @@ class GrammarCompiler:
     ) -> Callable[[], ThinkingConstraint] | None:
         """A factory of constraints that leave thinking free.
 
-        Args:
-            thinking: The tags, and what is asked of thinking.
-            params: The prompt's sampling parameters, as `compile` returns them.
-            build_answer: Makes the constraint of what follows; None: nothing constrains it.
+        Without `build_answer`, nothing constrains what follows. The sampling parameters are those that `compile`
+        returns.
 
         Returns:
             None: the model has no tokens that spell the tags.

@@ -25,8 +25,6 @@ class GrammarConstraint:
     Args:
         matcher: The grammar, at its start; it is this sequence's alone.
         text_bits: The tokens that may spell text: the model's, without end-of-sequence.
-        eos_bits: The end-of-sequence tokens.
-        eos_ids: The same.
         parameter: The request parameter that holds the grammar, for error messages.
     """
 
@@ -57,11 +55,7 @@ class GrammarConstraint:
         return self._bitmask
 
     def accept(self, token_id: int) -> None:
-        """Advance by one token.
-
-        Raises:
-            RequestError: The token is not allowed, or the grammar exceeds the limits of a token.
-        """
+        """Advance by one token; raises RequestError if it is not allowed, or exceeds the grammar's limits."""
         if token_id not in self._eos_ids:
             with panics_as_errors():
                 is_allowed = self._matcher.consume_token(token_id)
@@ -90,12 +84,7 @@ class GrammarConstraint:
 
 
 class OwnConstraint:
-    """A constraint whose failure ends its own request, and not the engine's step.
-
-    Args:
-        constraint: Any; it raises where it fails.
-        refuse: Ends the request.
-    """
+    """A constraint whose failure ends its own request, by `refuse`, and not the engine's step."""
 
     def __init__(self, constraint: Constraint, refuse: Callable[[HfTritonError], None]) -> None:
         self._constraint = constraint
@@ -116,7 +105,6 @@ class OwnConstraint:
             return None
 
     def accept(self, token_id: int) -> None:
-        """Advance by one token."""
         try:
             if not self._has_failed:
                 self._constraint.accept(token_id)

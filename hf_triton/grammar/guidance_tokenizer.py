@@ -31,11 +31,7 @@ def build_guidance_tokenizer(tokenizer: Any, vocabulary_size: int) -> LLTokenize
 
 
 class _SpelledTokenizer:
-    """A tokenizer whose tokens are strings, spelled out for llguidance; it encodes greedily by the longest token.
-
-    Args:
-        tokenizer: A transformers tokenizer.
-    """
+    """A tokenizer whose tokens are strings, spelled out for llguidance; it encodes greedily by the longest token."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.eos_token_id: int = tokenizer.eos_token_id

@@ -34,11 +34,7 @@ JSON_SPACE: Final = r" ?|\n[ \t]{0,40}"  # unbounded white space would use up th
 
 
 def build_matcher(tokenizer: LLTokenizer, grammar: Grammar, limits: LLParserLimits = LIMITS) -> LLMatcher:
-    """A matcher at the start of a grammar.
-
-    Raises:
-        RequestError: The grammar is wrong or too large.
-    """
+    """A matcher at the start of a grammar; raises RequestError if the grammar is wrong or too large."""
     try:
         source = _source(grammar)
     except ValueError as error:  # nested too deeply, or not enforced
@@ -96,11 +92,7 @@ def _one_of(alternatives: list[tuple[str, Any, str]]) -> str:
 
 
 def _lark(gbnf: str) -> str:
-    """A grammar in llama.cpp's syntax as Lark.
-
-    Raises:
-        ValueError: It cannot be read.
-    """
+    """A grammar in llama.cpp's syntax as Lark; raises ValueError if it cannot be read."""
     try:
         return gbnf_to_lark(gbnf)
     except Exception as error:  # llguidance 1.9 raises errors of no class of their own

@@ -37,12 +37,7 @@ RETRY_S: Final = 30.0
 
 
 class GrammarSandbox:
-    """Compiles one grammar after the other in a child process, restarted after a grammar that exceeds the limits.
-
-    Args:
-        executable: The child's Python.
-        clock: Seconds, as `time.monotonic`.
-    """
+    """Compiles one grammar after the other in a child process, restarted after a grammar that exceeds the limits."""
 
     def __init__(self, executable: str = sys.executable, clock: Callable[[], float] = time.monotonic) -> None:
         self._executable = executable
@@ -69,7 +64,6 @@ class GrammarSandbox:
             return is_in_time is True
 
     def close(self) -> None:
-        """End the child."""
         with self._lock:
             self._stop()
 

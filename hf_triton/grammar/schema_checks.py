@@ -34,9 +34,6 @@ MAX_PASSES: Final = 50
 def check_schema(schema: Any) -> None:
     """Refuse what llguidance does not enforce.
 
-    Args:
-        schema: A JSON schema, read from JSON.
-
     Raises:
         ValueError: A bound of a number that is ignored; a `minProperties` that repeated names would satisfy; or a
             `$ref` to what no finite text satisfies.
@@ -55,11 +52,7 @@ def check_schema(schema: Any) -> None:
 
 
 def drop_annotations(schema: Any) -> bool:
-    """Take formats out of a schema that are no constraint here (`password`, `int32`), which llguidance would refuse.
-
-    Returns:
-        Whether there was one.
-    """
+    """Take formats that are no constraint here (`password`, `int32`) out of a schema; whether there was one."""
     annotated = [part for part in subschemas(schema) if part.get("format", "date") not in FORMATS]
     for part in annotated:
         del part["format"]
@@ -114,9 +107,6 @@ class _References:
 
     A schema ends if some finite text satisfies it: a tree's nodes do, as their children may be none. Which ones do is
     the least fixed point of `_ends`. What is not understood is taken to end.
-
-    Args:
-        root: The whole schema.
     """
 
     def __init__(self, root: Mapping[str, Any]) -> None:
@@ -125,11 +115,7 @@ class _References:
         self._ending: set[int] = set()  # by `id`
 
     def check(self) -> None:
-        """Refuse references that do not end.
-
-        Raises:
-            ValueError: Names the reference.
-        """
+        """Refuse references that do not end; the ValueError names one."""
         parts = self._reachable()
         if not any("$ref" in part for part in parts):
             return

@@ -30,8 +30,6 @@ class TagTokens:
     """The tokens that may spell a pair of tags.
 
     Args:
-        opening: The tag that opens the block.
-        closing: The tag that closes it.
         lead: What comes in front of the answer; may be empty.
         texts: The bytes of each token, by id; empty for those without text.
         closing_ids: Tokens whose bytes end with `closing`.
@@ -150,11 +148,7 @@ class ThinkingConstraint:
         return is_over and self._answer is not None and self._answer.is_complete
 
     def bitmask(self) -> Bits | None:
-        """The tokens that may come next; None: any.
-
-        Raises:
-            RequestError: As of `GrammarConstraint.bitmask`.
-        """
+        """The tokens that may come next, None for any; raises as `GrammarConstraint.bitmask` does."""
         if self._forced:
             return _bits([self._forced[0]], self._tags.size)
         if self._answer is None:
@@ -170,11 +164,7 @@ class ThinkingConstraint:
         return self._answer.bitmask() | (self._tags.spaces & self._text_bits) if has_space else self._answer.bitmask()
 
     def accept(self, token_id: int) -> None:
-        """Advance by one token.
-
-        Raises:
-            RequestError: As of `GrammarConstraint.accept`.
-        """
+        """Advance by one token; raises as `GrammarConstraint.accept` does."""
         texts = self._tags.texts
         text = texts[token_id] if token_id < len(texts) else b""
         is_forced = bool(self._forced)

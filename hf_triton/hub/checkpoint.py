@@ -62,11 +62,7 @@ class Placement:
     device_id: int
 
     def device_map(self) -> Any:
-        """The placement as transformers takes it.
-
-        Raises:
-            CheckpointError: PyTorch cannot use the GPU.
-        """
+        """The placement as transformers takes it; raises CheckpointError if PyTorch cannot use the GPU."""
         import torch
 
         if self.kind == "CPU" or (self.kind == "MODEL" and not torch.cuda.is_available()):

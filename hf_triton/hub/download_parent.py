@@ -31,7 +31,6 @@ class DownloadLimits:
     """Deadlines and the interval of log lines, in seconds."""
 
     total_s: float
-    """Limit of the whole download."""
     stall_s: float
     """Limit of the time without a new byte."""
     log_interval_s: float = 10.0

@@ -45,8 +45,6 @@ class Failure:
 
 
 class Meaning(NamedTuple):
-    """A row of the table."""
-
     applies: Callable[[Failure], bool]
     code: str
     sentence: str

@@ -74,6 +74,5 @@ def require_package(file: str, name: str) -> None:
 
 
 def list_files(files: Iterable[str]) -> str:
-    """Names for a sentence."""
     names = sorted(files)
     return f"{', '.join(names[:MAX_SHOWN])}{', ...' if len(names) > MAX_SHOWN else ''}"

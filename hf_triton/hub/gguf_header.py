@@ -79,8 +79,6 @@ LISTS: Final = {TOKENS: (STRING,), "tokenizer.ggml.merges": (STRING,), SCORES: (
 
 
 class GgufArray(NamedTuple):
-    """An array in a header."""
-
     kind: int
     """The type of its elements."""
     length: int
@@ -102,12 +100,8 @@ class GgufTensor(NamedTuple):
 
 @dataclass
 class GgufHeader:
-    """What is used of a header."""
-
     values: dict[str, Any] = field(default_factory=dict)
-    """Keys and their values."""
     tensors: dict[str, GgufTensor] = field(default_factory=dict)
-    """Its tensors, by name."""
     data_start: int = 0
     """The byte from which tensors count their offsets."""
 

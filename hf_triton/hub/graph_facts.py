@@ -36,7 +36,6 @@ class GraphFacts:
     """The runtime's that it was measured with."""
 
     def write(self, folder: Path) -> None:
-        """Write them beside the graph."""
         (folder / FACTS).write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n", encoding="utf-8")
 
 

@@ -65,7 +65,6 @@ def quantization_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def kernel_spec(name: str, revision: str) -> CheckpointSpec:
-    """A kernel of the Hub."""
     return CheckpointSpec(name, revision, setting=LOCK, repo_type="kernel")
 
 

@@ -55,9 +55,7 @@ class Hub:
 
     Args:
         model_folder: The folder with config.pbtxt: relative paths start there, and its `hf_cache` is the last cache.
-        settings: Cache folder, revisions, deadlines.
         environment: Holds cache, token and offline variables.
-        download: Downloads a checkpoint into a cache.
     """
 
     def __init__(
@@ -262,7 +260,6 @@ class Hub:
         return list(dict.fromkeys([*self._named_caches(), self._standard_cache(), self.model_folder / FOLDER_CACHE]))
 
     def _named_caches(self) -> list[Path]:
-        """The caches that settings or environment name."""
         named = [self._environment.get(variable) for variable in CACHE_VARIABLES]
         caches = [_expand_home(os.path.expandvars(path)) for path in named if path]
         if self._settings.cache_dir is not None:
@@ -348,6 +345,5 @@ def _read_file(path: Path) -> str | None:
 
 
 def _is_writable(folder: Path) -> bool:
-    """Whether a folder can be written to, or created."""
     existing = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
     return os.path.isdir(existing) and os.access(existing, os.W_OK | os.X_OK)

@@ -45,7 +45,6 @@ class _Folder:
     """How many Triton loads at a time; each has all instances."""
 
     def num_instances(self, gpu: int) -> int:
-        """How many of its instances are on a GPU."""
         return self.num_versions * sum(group.count for group in self.groups if group.is_on(gpu))
 
 

@@ -31,54 +31,25 @@ HARMLESS: Final = frozenset({"trust_remote_code", "attn_implementation", "torch_
 """Arguments of loading that settings of the folder have the say about."""
 
 
-@dataclass(frozen=True)
-class Options:
-    """The options of one config."""
-
-    followed: frozenset[str]
-    without_effect: frozenset[str] = frozenset()
-    refused: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
-    """The values of each, beside null, that ask for nothing."""
-
-
-def _options(followed: str = "", without_effect: str = "", **refused: tuple[object, ...]) -> Options:
-    return Options(frozenset(followed.split()), frozenset(without_effect.split()), refused)
-
-
-OPTIONS: Final[Mapping[str, Options]] = {
-    GENERAL: _options(
-        "model_type prompts default_prompt_name truncate_dim activation_fn max_active_dims",
-        "__version__ similarity_fn_name requirements",
-        keep_in_fp32_modules=([],),
-    ),
-    "Transformer": _options(
-        "max_seq_length do_lower_case transformer_task module_output_name modality_config",
-        "unpad_inputs",
-        processing_kwargs=({},),
-        query_length=(),
-        document_length=(),
-        query_expansion=(),
-        tokenizer_name_or_path=(),
+OPTIONS: Final[Mapping[str, Mapping[str, tuple[object, ...]]]] = {
+    GENERAL: {"keep_in_fp32_modules": ([],)},
+    "Transformer": {
+        "processing_kwargs": ({},),
+        "query_length": (),
+        "document_length": (),
+        "query_expansion": (),
+        "tokenizer_name_or_path": (),
         **{name: ({},) for names in FORMER_NAMES.items() for name in names},
-    ),
-    "Pooling": _options(
-        "pooling_mode include_prompt pooling_mode_cls_token pooling_mode_max_tokens pooling_mode_mean_tokens "
-        "pooling_mode_mean_sqrt_len_tokens pooling_mode_weightedmean_tokens pooling_mode_lasttoken",
-        "embedding_dimension word_embedding_dimension",
-    ),
-    "Dense": _options(
-        "in_features out_features bias activation_function use_residual module_output_name",
-        module_input_name=(VECTOR,),
-    ),
-    "Normalize": _options(module_input_name=(VECTOR,), module_output_name=(VECTOR,)),
-    "LayerNorm": _options("dimension"),
-    "Dropout": _options(without_effect="dropout"),
-    "SpladePooling": _options(
-        "pooling_strategy activation_function", "embedding_dimension word_embedding_dimension chunk_size"
-    ),
-    "LogitScore": _options("true_token_id false_token_id", module_input_name=("causal_logits",)),
+    },
+    "Pooling": {},
+    "Dense": {"module_input_name": (VECTOR,)},
+    "Normalize": {"module_input_name": (VECTOR,), "module_output_name": (VECTOR,)},
+    "LayerNorm": {},
+    "Dropout": {},
+    "SpladePooling": {},
+    "LogitScore": {"module_input_name": ("causal_logits",)},
 }
-"""The options of GENERAL, and of each module that is served, by the last part of its type."""
+"""What is refused of GENERAL and of each module that is served: an option, and its values that ask for nothing."""
 SERVED: Final = tuple(name for name in OPTIONS if name != GENERAL)
 TASKS: Final[Mapping[str, tuple[str, str]]] = {
     "feature-extraction": ("last_hidden_state", "token_embeddings"),
@@ -210,12 +181,9 @@ def load_cross_encoder(folder: Path, task: str) -> TransformerConfig | None:
 def check_options(kind: str, config: Mapping[str, Any], where: str | None = None) -> None:
     """Refuse what a config asks for and is not served; options that are not known are sentence-transformers' to ignore.
 
-    Args:
-        kind: A key of OPTIONS.
-        config: The config.
-        where: Where it stands, for the message; None: `kind`.
+    `kind` is a key of OPTIONS; the message says `where` the config stands, by default the kind.
     """
-    for name, neutral in OPTIONS[kind].refused.items():
+    for name, neutral in OPTIONS[kind].items():
         value = config.get(name)
         if value is not None and value not in neutral:
             raise unsupported(f"has {name} {clip(value)} in {where or kind}, which is not served: choose another model")

@@ -44,7 +44,6 @@ class Stored:
     num_elements: int
 
     def max_parameters(self) -> int:
-        """Tensors that a model of them may have."""
         return MAX_RATIO * self.num_tensors + SPARE_PARAMETERS
 
 

@@ -44,10 +44,7 @@ TEXTS: Final = (".json", ".txt", ".jinja", ".model", ".py", ".tiktoken", ".bpe",
 def weight_files(folder: Path, available: Collection[str], allow_pickle: bool) -> list[str]:
     """Name the weight files that a model needs; empty if none of an accepted format is available.
 
-    Args:
-        folder: Holds the index file of a sharded checkpoint.
-        available: Names of the files that exist, here or on the Hub.
-        allow_pickle: Whether pickle files are accepted if there are no safetensors.
+    `folder` holds the index of a sharded checkpoint; `available` are the files that exist, here or on the Hub.
 
     Raises:
         CheckpointError: The index cannot be read, or names a pickle that is not accepted, or a file somewhere else.

@@ -44,6 +44,5 @@ class CheckpointSpec:
 
     @property
     def revision_setting(self) -> str:
-        """The setting that holds the revision."""
         settings = {"huggingface_model": "revision", "tokenizer": "tokenizer_revision"}
         return settings.get(self.setting, self.setting)

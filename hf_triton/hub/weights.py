@@ -21,17 +21,11 @@ STALE_BUFFERS: Final = r"(inv_freq|masked_bias|attn\.bias|attention\.bias|positi
 
 
 def check_weights(settings: ModelSettings, info: Any, model: Any, *, is_headless: bool = False) -> None:
-    """Refuse a checkpoint whose tensors are not those of the model.
+    """Refuse a checkpoint whose tensors are not those of the model, by transformers' loading info.
 
     Tensors of another head of the model's family are passed over: a pooler beside token classification, BERT's next
-    sentence prediction beside its masked language model.
-
-    Args:
-        settings: The model's name, and whether extra tensors are allowed.
-        info: transformers' loading info: `missing_keys`, `unexpected_keys`, `mismatched_keys`, `error_msgs`.
-        model: The model as it was loaded.
-        is_headless: Whether it is a model without a head, which needs neither a head's tensors, of any kind, nor a
-            pooler.
+    sentence prediction beside its masked language model. A model without a head (`is_headless`) needs neither a head's
+    tensors, of any kind, nor a pooler.
     """
     missing = [name for name in info["missing_keys"] if not (is_headless and "pooler." in name)]
     extra = [name for name in info["unexpected_keys"] if not re.search(STALE_BUFFERS, name)]

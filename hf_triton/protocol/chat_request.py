@@ -279,9 +279,7 @@ class Chat:
     is_parallel: bool = True
     """Whether the answer may have several tool calls."""
     forced_call: ForcedCall | None = None
-    """What the model has to call."""
     custom_names: frozenset[str] = frozenset()
-    """The names of custom tools."""
 
 
 def parse_chat(messages: str | Sequence[str], options: Mapping[str, object], max_bytes: int) -> Chat:

@@ -50,12 +50,7 @@ TENSOR_TYPES: Final[Mapping[type, tuple[str, ...]]] = {
 def missing_ports(
     config: Mapping[str, Any], parameters_as_inputs: bool
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The inputs and outputs that config.pbtxt leaves out, in Triton's form.
-
-    Args:
-        config: The model configuration as Triton gives it: `input`, `output`, `max_batch_size`, ...
-        parameters_as_inputs: Whether to declare every request parameter as an optional input too.
-    """
+    """The inputs and outputs that config.pbtxt leaves out, in Triton's form; every request parameter, if so asked."""
     has_inputs, has_outputs = ({port["name"] for port in config[side]} for side in ("input", "output"))
     prompt_dims = [1 if config["max_batch_size"] > 0 else -1]
     dims = {**dict.fromkeys((PROMPT, *PROMPT_ALIASES), prompt_dims), MESSAGES: [-1], PROMPT_TOKEN_IDS: [-1]}
@@ -120,12 +115,9 @@ def check_config(
     check_input: Callable[[str, str], None] | None = None,
     check_output: Callable[[str, str], None] | None = None,
 ) -> None:
-    """Refuse a configuration that cannot be served as it is written.
+    """Refuse a configuration, as Triton gives it, that cannot be served as it is written.
 
-    Args:
-        config: The model configuration as Triton gives it.
-        check_input: Refuses an input's name or type; by default those of text generation.
-        check_output: As much for outputs.
+    `check_input` and `check_output` refuse a name or type, by default those of text generation.
 
     Raises:
         SettingsError: An input or output is unknown, of a wrong type or shape, or reshaped; a sequence batcher adds

@@ -57,12 +57,6 @@ SERVER_VARIABLE: Final = "HF_TRITON_SERVER"
 
 
 def declared_input(name: str, declared: Collection[str], required: Collection[str]) -> str | None:
-    """What a folder calls one of its inputs; None: it has none of that kind.
-
-    Args:
-        name: Our name.
-        declared: The folder's inputs.
-        required: Those that a request must have, which come before others of the kind.
-    """
+    """What a folder calls one of its inputs, required ones before others; None: it has none of that kind."""
     names = (name, *INPUT_ALIASES.get(name, ()))
     return next((each for each in names if each in required), next((each for each in names if each in declared), None))

@@ -68,12 +68,7 @@ class Tracing:
 
 
 def build_tracing(environment: Mapping[str, str], service_name: str) -> Tracing | None:
-    """Spans as the environment asks for them; None without. What prevents them is a warning.
-
-    Args:
-        environment: The process's; OpenTelemetry reads it too.
-        service_name: `service.name`, unless the environment gives one.
-    """
+    """Spans as the environment asks for them; None without. What prevents them is a warning."""
     if not wants_traces(environment):
         return None
     try:

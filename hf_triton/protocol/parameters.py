@@ -298,7 +298,6 @@ class GenerationParameters(BaseModel):
 
     @property
     def is_constrained(self) -> bool:
-        """Whether the output is constrained."""
         is_plain = self.response_format is not None and self.response_format["type"] == "text"
         return self.gives_grammar and not is_plain
 

@@ -31,8 +31,6 @@ Prompt = str | Chat | TokenIds
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one request."""
-
     max_prompts: int
     max_prompt_bytes: int
     """Bytes of the longest prompt."""
@@ -54,13 +52,7 @@ def prompt_shape(inputs: Mapping[str, Array]) -> tuple[int, ...]:
 
 
 def decode_texts(name: str, array: Array, limits: Limits, noun: str = "text") -> list[str]:
-    """Read a BYTES tensor as strings.
-
-    Args:
-        name: The input's.
-        array: Any shape, in C order; each element is UTF-8 `bytes`.
-        limits: What to accept.
-        noun: What messages call an element.
+    """Read a BYTES tensor of UTF-8, of any shape in C order, as strings; messages call each a `noun`.
 
     Raises:
         RequestError: There are no elements or too many, or one is too long or not UTF-8; the message names its row.
@@ -97,13 +89,7 @@ def decode_chat(value: object, options: Mapping[str, object], limits: Limits) ->
 
 
 def decode_token_ids(value: object, limits: Limits, name: str = PROMPT_TOKEN_IDS) -> TokenIds:
-    """Read token ids, a tensor of integers or of JSON, or a parameter.
-
-    Args:
-        value: The tensor or the parameter's value.
-        limits: What to accept; a tensor's integers count as many bytes as they have.
-        name: Of the input, for messages.
-    """
+    """Read token ids: a tensor of integers, which count as many bytes as they have, or of JSON, or a parameter."""
     if isinstance(value, np.ndarray):
         row = _one_row(name, value, "prompt")
         if row.dtype == np.object_:

@@ -45,12 +45,9 @@ Parsed = TypeVar("Parsed")
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """A checked request."""
-
     prompts: Sequence[Prompt]
     """Strings, or one chat or array of token ids."""
     parameters: list[GenerationParameters]
-    """One per prompt."""
     options: RequestOptions
     shape: tuple[int, ...]
     """The shape of `text_input`, which the outputs follow."""
@@ -63,13 +60,7 @@ class GenerationRequest:
 def with_named_outputs(
     parameters: Mapping[str, object], inputs: Collection[str], named: Sequence[str]
 ) -> Mapping[str, object]:
-    """A request's parameters, plus `return_NAME` for every output that it lists.
-
-    Args:
-        parameters: By name.
-        inputs: The names of the request's tensors, which may be parameters too.
-        named: The outputs that the client lists; empty if it does not choose.
-    """
+    """A request's parameters, plus `return_NAME` for every output that it lists."""
     if PROMPT_LOGPROBS in named and PROMPT_LOGPROBS not in (*parameters, *inputs):
         raise RequestError(
             "invalid_parameter", f"the output {param(PROMPT_LOGPROBS)} is filled by the parameter of that name: add it"
@@ -132,13 +123,9 @@ def _with_prompts(inputs: Mapping[str, Array]) -> tuple[Mapping[str, Array], boo
 def with_default_outputs(
     request: GenerationRequest, *, names_outputs: bool, has_json: bool, fills_json: bool
 ) -> GenerationRequest:
-    """A request that says whether the output `output` is filled.
+    """A request that says whether the output `output`, if the response can have it, is filled.
 
-    Args:
-        request: The request. One in MLServer's form that names no outputs gets this one alone, in the shape `[n, 1]`.
-        names_outputs: Whether the client lists some outputs.
-        has_json: Whether the response can have it: the folder declares it, and the response is not streamed.
-        fills_json: Whether the folder's task fills it.
+    One in MLServer's form that names no outputs gets this one alone, in the shape `[n, 1]`.
     """
     wanted = request.options.return_output
     if not has_json:

@@ -17,13 +17,7 @@ from hf_triton.protocol.tensor_values import Array, encode_strings
 def outputs_to_fill(
     request: GenerationRequest, declared: Iterable[str], *, has_prompt_logprobs: bool = False
 ) -> list[str]:
-    """The outputs of a response: the text, and what else the request asks for.
-
-    Args:
-        request: The request.
-        declared: The outputs that the folder declares.
-        has_prompt_logprobs: Whether any prompt has `prompt_logprobs`.
-    """
+    """The outputs of a response: the text, and what else the request asks for."""
     implied = {TEXT: request.fills_text, LEGACY_TEXT: request.fills_text, PROMPT_LOGPROBS: has_prompt_logprobs}
     return [
         name for name in declared if (implied[name] if name in implied else getattr(request.options, f"return_{name}"))
@@ -41,14 +35,7 @@ def encode_output(name: str, values: Sequence[Any], shape: tuple[int, ...]) -> A
 def encode_timings(
     arrival_s: float, *, admitted_s: float | None, first_token_s: float | None, answered_s: float
 ) -> dict[str, int]:
-    """The response parameters of `return_timings`; milestones that were not reached are left out.
-
-    Args:
-        arrival_s: When the request arrived; all times are of one clock.
-        admitted_s: When its first prompt left the queue.
-        first_token_s: When its first completion had a token.
-        answered_s: When its response was built.
-    """
+    """The response parameters of `return_timings`, from one clock; milestones that were not reached are left out."""
     ends_s = {
         "queue_time_us": admitted_s,
         "time_to_first_token_us": first_token_s,

@@ -140,7 +140,6 @@ class TaskDeclaration:
         return {**self.outputs, **common}
 
     def text_names(self) -> list[str]:
-        """The names of text inputs and their aliases."""
         return [name for text in self.texts for name in (text.name, *text.aliases)]
 
     @property
@@ -161,7 +160,6 @@ class TaskDeclaration:
 
     @property
     def token_names(self) -> tuple[str, ...]:
-        """The inputs of token ids."""
         return TOKEN_INPUTS if self.takes_tokens else ()
 
 

@@ -37,8 +37,6 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class TaskRequest(Generic[Options]):
-    """A checked request."""
-
     rows: Sequence[Row | TokenRow]
     options: Options
     shape: tuple[int, ...]
@@ -50,8 +48,6 @@ class TaskRequest(Generic[Options]):
 
 @dataclass(frozen=True)
 class TaskResult:
-    """What a task found for one row."""
-
     json: Any
     """The output `output`: what `json.dumps` takes, or a numpy array."""
     tensors: Mapping[str, Any]
@@ -65,15 +61,7 @@ def read_task_request(
     parameters: Mapping[str, object],
     limits: Limits,
 ) -> TaskRequest[Options]:
-    """Check a request.
-
-    Args:
-        declaration: What the task takes.
-        options: The declaration's options.
-        inputs: Tensors by name: texts are BYTES `[n]` or `[batch, 1]`, one for each row or one for all.
-        parameters: By name; a text may be one too.
-        limits: What to accept.
-    """
+    """Check a request. Texts are BYTES `[n]` or `[batch, 1]`, one for each row or one for all, or parameters."""
     given = merge_values(inputs, parameters)
     known = {*declaration.text_names(), *options.model_fields, *declaration.token_names}
     if (unknown := next((name for name in given if name not in known), None)) is not None:
@@ -160,14 +148,7 @@ def encode_results(
     shape: tuple[int, ...],
     names: Collection[str],
 ) -> dict[str, Array]:
-    """The outputs of a response.
-
-    Args:
-        results: One for each row.
-        nums_tokens: Tokens of each row.
-        declaration: The task's outputs.
-        shape: Of the texts.
-        names: The outputs to fill, in order.
+    """The outputs of a response, those of `names` in order; `shape` is that of the texts.
 
     Raises:
         HfTritonError: A result has no tensor for an output.

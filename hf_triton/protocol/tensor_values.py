@@ -17,14 +17,9 @@ Array = npt.NDArray[Any]
 
 
 def values_per_prompt(name: str, array: Array, num_prompts: int, *, is_array: bool) -> list[object]:
-    """A parameter's value for each prompt.
+    """A parameter's value for each prompt: there is one for all, or one for each.
 
-    Args:
-        name: The parameter.
-        array: One value for all prompts, or one per prompt. For an array parameter, `[n]` holds one array for all, and
-            each row of `[rows, n]` one array.
-        num_prompts: Number of prompts.
-        is_array: Whether the parameter is an array.
+    Of an array parameter, `[n]` holds one array for all, and each row of `[rows, n]` one array.
 
     Raises:
         RequestError: The number of values fits neither, or a string is not UTF-8.

@@ -24,11 +24,8 @@ TOKEN_TYPE: Final = "TYPE_INT64"
 
 @dataclass(frozen=True)
 class TokenRow:
-    """The tokens of one row, without padding."""
-
     ids: list[int]
     type_ids: list[int] | None = None
-    """`token_type_ids`; None if there are none."""
 
 
 def read_token_rows(inputs: Mapping[str, Any], limits: Limits) -> list[TokenRow]:

@@ -30,7 +30,6 @@ class ForcedCall:
     name: str | None
     """The function, whose arguments are the completion; None: any, and the completion is an array of calls."""
     grammar: Grammar
-    """What the completion follows."""
     tool_grammars: tuple[Grammar, ...]
     """The grammars of each tool alone, to find one that is wrong."""
     is_input: bool = False
@@ -87,11 +86,7 @@ def forced_call(
 ) -> ForcedCall | None:
     """The call that a checked `tool_choice` asks for; None: the model chooses.
 
-    Args:
-        tools: The request's, custom ones as functions.
-        choice: The choice, as `allowed_tools` returns it.
-        is_parallel: Whether there may be several calls.
-        formats: The custom tools by name, and the grammars of their texts.
+    `tools` has custom tools as functions; `formats` has their names, and the grammars of their texts.
     """
     if choice in ("auto", "none"):
         return None

@@ -51,8 +51,6 @@ ELEMENT_TYPES: Final[Mapping[str, type]] = {"string_type": str, "int_type": int,
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong with one field."""
-
     name: str
     open_sentence: str
     """The sentence, with its names left open."""

@@ -55,9 +55,6 @@ class TokenBudget:
 
         A fraction of used and free memory together: a fraction of free memory alone would be taken again and again
         until none is left. The result is below `held` if other processes have taken the memory since.
-
-        Args:
-            held: Tokens in the KV cache.
         """
         now = time.monotonic()
         if self._max_tokens is None and now >= self._next_read_s:
@@ -87,11 +84,7 @@ def size_words(num_bytes: float) -> str:
 
 
 class FreeMemory:
-    """How many bytes this process can still allocate on a device.
-
-    Args:
-        proc: The process file system; the folders of control groups are looked up once.
-    """
+    """How many bytes this process can still allocate on a device; the folders of control groups are looked up once."""
 
     def __init__(self, proc: Path = PROC) -> None:
         self._proc = proc

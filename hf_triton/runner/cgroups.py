@@ -15,11 +15,7 @@ PROC: Final = Path("/proc")
 
 
 def core_quota(proc: Path = PROC) -> float:
-    """Cores whose time the control groups allow this process: a whole number, 1 at least, or infinity.
-
-    Args:
-        proc: The process file system.
-    """
+    """Cores whose time the control groups allow this process: a whole number, 1 at least, or infinity."""
     quota = min(_quotas(proc), default=math.inf)
     return quota if math.isinf(quota) else max(1, int(quota))
 
@@ -37,12 +33,7 @@ def _quotas(proc: Path) -> Iterator[float]:
 
 
 def group_folders(controller: str, proc: Path = PROC) -> Iterator[tuple[bool, Path]]:
-    """The process's own group and its visible parents: whether of version 2, and its folder.
-
-    Args:
-        controller: Named as in version 1: `memory`, `cpu`.
-        proc: The process file system.
-    """
+    """The process's groups (`memory`, `cpu`), its own and visible parents: whether of version 2, and the folder."""
     paths = _paths(controller, proc)
     for is_v2, root, mount in _mounts(controller, proc):
         path = paths.get(is_v2, root)

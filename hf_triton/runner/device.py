@@ -25,23 +25,14 @@ class ChunkSizes:
     """Cached tokens whose attention takes about as long as the rest of a chunk; longer contexts get shorter chunks."""
 
     def budget(self, num_decodes: int) -> int:
-        """Tokens of chunks in a step beside decoding sequences, whose tokens count; at least a quarter of a chunk.
-
-        Args:
-            num_decodes: Sequences that decode in the step.
-        """
+        """Tokens of chunks in a step beside decoding sequences, whose tokens count; at least a quarter of a chunk."""
         if not num_decodes:
             return self.max_tokens
         size = min(self.max_tokens, self.max_tokens_decoding)
         return max(size - num_decodes, -(-size // 4))
 
     def share(self, *, is_decoding: bool, num_cached: int) -> float:
-        """The part of a step's budget that a chunk behind cached tokens may take; above 0, at most 1.
-
-        Args:
-            is_decoding: Whether sequences are decoding.
-            num_cached: Cached tokens that the chunk attends to.
-        """
+        """The part of a step's budget that a chunk behind cached tokens may take; above 0, at most 1."""
         return 1 / (1 + num_cached // self.long_context) if is_decoding else 1.0
 
 

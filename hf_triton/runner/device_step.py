@@ -32,8 +32,6 @@ FEW_ROWS: Final = 64
 
 @dataclass(frozen=True)
 class StepSize:
-    """What the numbers of a step have room for."""
-
     num_tokens: int
     num_sequences: int
     num_rows: int
@@ -49,19 +47,12 @@ class StepSize:
         return tokens, tokens, tokens, sequences + 1, sequences, sequences, sequences, self.num_rows
 
     def split(self, numbers: torch.Tensor) -> DeviceStep:
-        """Views of the numbers of a step of this size."""
         return DeviceStep(*torch.split(numbers, [*self._counts(), len(numbers) - self.num_fixed]))
 
     def fill(
         self, ranges: Sequence[TokenRange], positions: npt.NDArray[np.int64], rows: Sequence[int]
     ) -> npt.NDArray[np.int64]:
-        """The numbers of a step, `[num_fixed + blocks of all ranges]`.
-
-        Args:
-            ranges: At most `num_sequences`, of at most `num_tokens`.
-            positions: Of all tokens.
-            rows: The tokens whose logits are wanted, at most `num_rows`.
-        """
+        """The numbers of a step, `[num_fixed + blocks of all ranges]`; `rows` are the tokens with logits."""
         tables = array("q")  # which takes in arrays as fast as it copies them
         starts = []
         for part in ranges:
@@ -126,11 +117,7 @@ class DeviceStep:
 
 
 def step_sizes(max_sequences: int) -> list[StepSize]:
-    """The sizes of the graphs of a model that generates, ascending.
-
-    Args:
-        max_sequences: The most that a step has.
-    """
+    """The sizes of the graphs of a model that generates, ascending."""
     sizes = []
     for num_tokens in NUM_TOKENS:
         num_sequences = min(num_tokens, max_sequences)
@@ -140,9 +127,5 @@ def step_sizes(max_sequences: int) -> list[StepSize]:
 
 
 def decode_sizes(max_sequences: int) -> list[StepSize]:
-    """The sizes of the graphs of a model with states, ascending: a token of each sequence.
-
-    Args:
-        max_sequences: The most that a step has.
-    """
+    """The sizes of the graphs of a model with states, ascending: a token of each sequence."""
     return [StepSize(count, count, count) for count in sorted({min(count, max_sequences) for count in NUM_TOKENS})]

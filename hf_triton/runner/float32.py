@@ -34,9 +34,6 @@ def in_float32(model: nn.Module) -> Iterator[None]:
     layer is a member of a `ModuleList`; what is outside of all of these is cast module by module. Quantised weights are
     dequantised, or keep their type if they cannot be, and are then given inputs of it. For one thread, while no
     other one runs the model.
-
-    Args:
-        model: In eval mode.
     """
     layers = list(_layers(model))
     inside = {id(module) for layer in layers for module in layer.modules()}

@@ -71,7 +71,6 @@ class LoadMemory:
     """The memory of a model's devices, at load.
 
     Args:
-        model: On its devices.
         bytes_per_token: Keys and values of one token in all layers, by device.
         part: What the instance may take of each GPU.
         state_tokens: Tokens that take as much as the states of all sequences.
@@ -98,13 +97,9 @@ class LoadMemory:
         """Tokens of keys and values to allocate beside the states.
 
         They take what the weights leave of the part, and by default no more than `max_num_seqs` sequences of
-        `SEQUENCE_TOKENS` or one of the whole context need. A model whose weights outgrow its part by default has room
-        for one sequence of `SEQUENCE_TOKENS`, if that is free.
-
-        Args:
-            max_num_seqs: The most sequences that run at a time.
-            context_length: The most tokens of a sequence.
-            fills_part: Whether the keys and values of a part that a setting says take all of it.
+        `SEQUENCE_TOKENS` or one of the whole context need; those of a part that a setting says take all of it, if
+        `fills_part`. A model whose weights outgrow its part by default has room for one sequence of `SEQUENCE_TOKENS`,
+        if that is free.
 
         Raises:
             CheckpointError: A device has no room.
@@ -128,7 +123,6 @@ class LoadMemory:
         )
 
     def describe(self) -> str:
-        """What is there, and what the instance may take of it."""
         sizes = "; ".join(map(str, self._devices))
         return f"{sizes}; this instance may take {self._part.fraction:.2f} ({self._part.reason})"
 

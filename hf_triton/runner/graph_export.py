@@ -19,17 +19,10 @@ OPSET: Final = 17
 
 
 def export_graph(model: Any, outputs: tuple[str, ...], file: Path, fusions: Literal["cpu", "cuda"] | None) -> str:
-    """Write a model's graph for any number of sequences of any length.
+    """Write a model's graph for any number of sequences of any length; how it was written.
 
-    Args:
-        model: A transformers model in eval mode on the CPU, in float32; its attention becomes `eager`.
-        outputs: Names of the model's outputs that the graph has.
-        file: To be written.
-        fusions: Of ONNX Runtime, which alone then computes the graph: its own operations for attention and the like,
-            as its CPU or its CUDA has them. None: none.
-
-    Returns:
-        How it was written.
+    The model is in eval mode on the CPU, in float32; its attention becomes `eager`. With fusions, ONNX Runtime alone
+    computes the graph: they are its own operations for attention and the like, as its CPU or its CUDA has them.
 
     Raises:
         Exception: No way works; transformers', torch's or onnx' own.
@@ -98,10 +91,7 @@ def _export_plainly(model: Any, inputs: dict[str, torch.Tensor], outputs: tuple[
 def quantize_graph(file: Path, target: Path, *, reduces_range: bool) -> None:
     """Write a graph with weights of 8 bits, one scale for each channel; activations get theirs when they are computed.
 
-    Args:
-        file: The graph.
-        target: To be written.
-        reduces_range: Whether weights have 7 bits: sums of 8 saturate on processors without VNNI.
+    `reduces_range` gives weights 7 bits: sums of 8 saturate on processors without VNNI.
     """
     import onnx_ir
     from transformers.exporters.configs import ExportFormat

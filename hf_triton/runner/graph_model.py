@@ -55,8 +55,6 @@ class OnnxSession:
     """ONNX Runtime's; its threads sleep between two runs, so that other models have the cores.
 
     Args:
-        file: The graph.
-        num_threads: Of the CPU.
         providers: ONNX Runtime's, with options; the first one must take the graph.
 
     Raises:
@@ -76,7 +74,6 @@ class OnnxSession:
         self._output_names = [each.name for each in self._session.get_outputs()]
 
     def run(self, inputs: Arrays) -> Arrays:
-        """See `Session`."""
         return dict(zip(self._output_names, self._session.run(None, inputs), strict=True))
 
 
@@ -91,7 +88,6 @@ class OpenVinoSession:
         self.input_names = [each.get_any_name() for each in self._compiled.inputs]
 
     def run(self, inputs: Arrays) -> Arrays:
-        """See `Session`."""
         results = self._compiled(inputs)
         return {output.get_any_name(): np.array(results[output]) for output in self._compiled.outputs}
 
@@ -110,10 +106,7 @@ class GraphModel(torch.nn.Module):
 
     Args:
         file: The graph; its inputs are named as transformers names them.
-        runtime: Computes it.
-        config: The checkpoint's.
         num_ids: Token ids that the model has embeddings for.
-        num_positions: See `max_positions`.
         device_id: The GPU, of a runtime that computes on one.
 
     Raises:

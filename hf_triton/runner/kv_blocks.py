@@ -19,10 +19,7 @@ class KVBlocks:
     """Keys `[blocks, key heads, block size, size]` and values likewise, of one layer.
 
     Args:
-        num_blocks: At least one.
-        block_size: Tokens of a block.
         keys: `[..., key heads, tokens, size]`: a layer's first keys, for their shape, dtype and device.
-        values: The same.
     """
 
     def __init__(self, num_blocks: int, block_size: int, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -45,13 +42,7 @@ class KVBlocks:
         return torch.cat(keys, 1).unsqueeze(0), torch.cat(values, 1).unsqueeze(0)
 
     def read(self, table: torch.Tensor, length: int, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of the keys and values of a sequence's tokens `[first:length]`, `[key heads, tokens, size]`.
-
-        Args:
-            table: `[width]`, the sequence's blocks, on this device.
-            length: Its tokens.
-            first: A multiple of the block size.
-        """
+        """Copies of a sequence's keys and values `[first:length]`, `[heads, tokens, size]`; `first` begins a block."""
         blocks = table[first // self.block_size : -(-length // self.block_size)]
         keys, values = self.keys[blocks].transpose(0, 1), self.values[blocks].transpose(0, 1)
         return keys.flatten(1, 2)[:, : length - first], values.flatten(1, 2)[:, : length - first]

@@ -28,11 +28,7 @@ Rotary = tuple[torch.Tensor, torch.Tensor]
 
 
 class LongRope:
-    """Gives each token of a model's forward the frequencies of its own sequence's length, from now on.
-
-    Args:
-        model: A model for which `has_long_rope` is true, on its device.
-    """
+    """Gives each token of a model's forward the frequencies of its own sequence's length, from now on."""
 
     def __init__(self, model: Any) -> None:
         self.switch_length: int = model.config.original_max_position_embeddings

@@ -48,12 +48,6 @@ class Rule(NamedTuple):
         """Tell which tokens `columns` of a sequence those at `positions` see, `[positions, columns]` bool; None: all.
 
         Positions decide whether it is all: looking at the mask would make the host wait for the device.
-
-        Args:
-            positions: At least one.
-            columns: At least one.
-            device: Of the result.
-            masks: Those made before, for the same step.
         """
         if self.window is not None and _sees_all(self.window, positions, columns):
             return None

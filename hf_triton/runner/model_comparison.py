@@ -33,8 +33,6 @@ HALF_LIMIT: Final = 5e-2
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a comparison has found."""
-
     is_right: bool
     text: str
     """What was measured and what is allowed: `1.7e-02 of the largest output in float32, where 1.0e-03 is allowed`."""
@@ -157,12 +155,7 @@ class Comparison:
 
 
 def distance(expected: torch.Tensor, found: torch.Tensor) -> float:
-    """The largest difference, as a part of the largest number of its row; infinite if any is NaN.
-
-    Args:
-        expected: `[rows, numbers]`.
-        found: Of the same shape.
-    """
+    """The largest difference of `[rows, numbers]`, as a part of a row's largest number; infinite if any is NaN."""
     scale = expected.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
     apart = float(((expected - found).abs() / scale).max())
     return apart if apart >= 0 else float("inf")

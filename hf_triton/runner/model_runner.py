@@ -62,8 +62,6 @@ class ModelRunner:
     """Runs steps of one model.
 
     Args:
-        model: A decoder-only transformers model with a cache, in eval mode, on its device.
-        way: How it runs.
         adapters: Its LoRA adapters; None: it has none.
         block_size: Tokens of a block; None: the device's.
     """
@@ -139,9 +137,6 @@ class ModelRunner:
     def capture(self, max_sequences: int) -> str | None:
         """Capture the forwards of small steps, which then take a GPU's time and not Python's; see `StepGraphs`.
 
-        Args:
-            max_sequences: The most that a step has.
-
         Returns:
             Why all steps run eagerly; None: small ones are captured.
         """
@@ -190,11 +185,7 @@ class ModelRunner:
         *,
         beside: StepGraphs | None = None,
     ) -> StepGraphs:
-        """The captured forwards of steps of these sizes, ascending.
-
-        Raises:
-            Exception: What the model raises, or RuntimeError: a replay is wrong.
-        """
+        """The captured forwards of these sizes, ascending; raises what the model does, or if a replay is wrong."""
         most = sizes[-1].num_sequences
         graphs = capture_graphs(
             forward,

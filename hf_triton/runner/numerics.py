@@ -14,12 +14,7 @@ MIN_TOLERANCE: Final = 1e-5
 
 
 def agree(expected: torch.Tensor, actual: torch.Tensor) -> bool:
-    """Whether results differ by no more than rounding: a few eps of the largest number of their row.
-
-    Args:
-        expected: `[..., numbers]`, in the dtype that both were computed in.
-        actual: Of the same shape and dtype.
-    """
+    """Whether results `[..., numbers]` of one dtype differ only by rounding: a few eps of the largest of their row."""
     tolerance = max(NUM_EPS * torch.finfo(expected.dtype).eps, MIN_TOLERANCE)
     difference, largest = (each.float().abs().amax(-1) for each in (expected - actual, expected))
     return expected.dtype == actual.dtype and bool((difference <= tolerance * largest).all())

@@ -29,10 +29,7 @@ class Outline:
 
 
 def measure_outline(model: Any) -> Outline | None:
-    """Run a token through a model.
-
-    Args:
-        model: In eval mode, on the device `meta`; its configs are changed.
+    """Run a token through a model on the device `meta`, whose configs are changed.
 
     Returns:
         None: without weights it runs in no way of the continuous engine.

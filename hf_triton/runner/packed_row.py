@@ -14,11 +14,7 @@ from hf_triton.runner.step_tensors import StepTensors
 
 
 class PackedRow(Cache):
-    """A row `[1, tokens]` of whole sequences. It is a cache: given none, transformers makes masks of position ids.
-
-    Args:
-        step: Ranges from 0, which need no blocks.
-    """
+    """A row `[1, tokens]` of whole sequences. It is a cache: given none, transformers makes masks of position ids."""
 
     def __init__(self, step: StepTensors) -> None:
         super().__init__(layers=[])

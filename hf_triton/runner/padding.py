@@ -14,12 +14,8 @@ def pad(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Prompts as `input_ids` and `attention_mask`, both `[rows, longest]` int64 on `device`.
 
-    Args:
-        prompts: Token ids.
-        pad_id: The padding token.
-        device: Of the result.
-        at_left: Decoder-only models continue at the right end, so their padding is at the left; an encoder with
-            absolute positions (BART) needs it at the right.
+    Decoder-only models continue at the right end, so their padding is at the left; an encoder with absolute positions
+    (BART) needs it at the right.
     """
     import torch
 

@@ -27,9 +27,6 @@ class PagedCache(Cache):
     """The KV cache of all sequences.
 
     Args:
-        config: The model's.
-        num_blocks: Blocks of every layer.
-        block_size: Tokens of a block.
         gathers: Whether `update` returns the keys and values of all tokens of the step's sequences, one sequence
             behind the other, for a model that expands what it caches (multi-head latent attention).
     """
@@ -62,7 +59,6 @@ class PagedCache(Cache):
         return not self.layers or any(isinstance(layer, PagedLayer) for layer in self.layers)
 
     def begin(self, step: StepTensors) -> None:
-        """Prepare for a forward of this step."""
         self.step = step
         self._forget()
         for layer in self.layers:
@@ -89,7 +85,6 @@ class PagedCache(Cache):
             blocks.copy(pairs)
 
     def copy_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy the states of slots, one pair after the other."""
         for layer in self.layers:
             if isinstance(layer, SlotStatesLayer):
                 layer.copy(pairs)
@@ -106,9 +101,6 @@ class PagedCache(Cache):
         """Bytes of one token's keys and values on each device, and how many tokens take as much as the states.
 
         A model without keys has those of the token's id. Call it after a forward of one sequence.
-
-        Args:
-            device: Of the input embedding.
         """
         per_token, states = Counter[torch.device](), Counter[torch.device]()
         for blocks in self.blocks():
@@ -185,14 +177,7 @@ class PagedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the new tokens to their blocks, or leave it to the kernel that attends to them.
 
-        Args:
-            key_states: `[1, key heads, tokens, size]` or `[rows, key heads, 1, size]`.
-            value_states: The same.
-            args: Not read.
-            kwargs: Not read.
-
-        Returns:
-            Keys and values as they came, or gathered (`PagedCache.gathers`).
+        States, `[1, key heads, tokens, size]` or `[rows, key heads, 1, size]`, return as they came, or gathered.
         """
         cache = self._cache
         if self.blocks is None:

@@ -46,11 +46,6 @@ def logits_after(model: Any, prompts: list[list[int]], continuations: list[list[
 
     So ways that round differently are compared on the same tokens.
 
-    Args:
-        model: In eval mode.
-        prompts: Token ids of each row.
-        continuations: The next tokens of each row, equally many.
-
     Returns:
         `[continuation + 1, rows, vocabulary]` float32 on the CPU: after the prompt, and after each given token.
     """

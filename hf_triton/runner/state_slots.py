@@ -100,12 +100,7 @@ class Turn:
 
 
 class SlotStatesLayer(LinearAttentionLayer):
-    """The states of all sequences in one layer; a forward sees and changes the rows of its sequences.
-
-    Args:
-        number_of_states: States that the layer keeps of each kind.
-        turn: Of the layer's cache.
-    """
+    """The states of all sequences in one layer; a forward sees and changes the rows of its sequences."""
 
     conv_states: Any
     recurrent_states: Any
@@ -137,7 +132,6 @@ class SlotStatesLayer(LinearAttentionLayer):
         self.recurrent_states.end()
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy states from one slot to another, one pair after the other."""
         self.conv_states.copy_slots(pairs)
         self.recurrent_states.copy_slots(pairs)
 

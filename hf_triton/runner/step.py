@@ -33,7 +33,6 @@ class TokenRange(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens to compute."""
         return self.end - self.start
 
     @property

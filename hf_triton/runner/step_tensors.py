@@ -33,7 +33,6 @@ class StepTensors:
 
     Args:
         ranges: Those of the forward; decoding sequences first.
-        block_size: Tokens of a block.
         device: Of the model's input embedding; layers elsewhere get copies, see `on`.
         device_step: Its numbers on the device, for a forward that reads no others; None: none are there yet.
         positions: Of all tokens, as the model counts them; None: from 0.
@@ -116,12 +115,7 @@ class StepTensors:
         return torch.tensor([token for part in self.ranges for token in part.token_ids or (0,)])
 
     def put_inflight(self, token_ids: torch.Tensor, inflight: InflightTokens | None) -> None:
-        """Put the tokens that the step in flight samples, which are never on the host, among a forward's.
-
-        Args:
-            token_ids: `[at least tokens]` int64, on the device.
-            inflight: None: all ranges have their tokens.
-        """
+        """Put the tokens that the step in flight samples, never on the host, among a forward's, `[at least tokens]`."""
         unknown = [at for at, part in enumerate(self.ranges) if not part.token_ids]
         if unknown:
             assert inflight is not None

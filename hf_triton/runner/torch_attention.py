@@ -37,16 +37,9 @@ def attend_ranges(
     rule: Rule,
     scoring: Scoring,
 ) -> list[torch.Tensor]:
-    """The outputs of each range from `first` on, `[new, heads, size]`.
+    """The outputs of each range from `first` on, `[new, heads, size]`; the blocks have all tokens already.
 
-    Args:
-        step: Has ranges.
-        first: A range.
-        blocks: Of the layer, all tokens written.
-        new: The new tokens' keys and values, `[tokens, key heads, size]`.
-        queries: `[tokens, heads, size]`.
-        rule: What tokens see.
-        scoring: Of the layer.
+    New keys and values are `[tokens, key heads, size]`, queries `[tokens, heads, size]`.
     """
     tables, size = step.on(queries.device, "tables"), rule.window.size if rule.window else 0
     outputs = []
@@ -134,18 +127,8 @@ def _attend(
 ) -> torch.Tensor:
     """Attention of tokens at `positions` of sequences to those at `columns`, in the model's own type.
 
-    Args:
-        step: Keeps the masks.
-        queries: `[sequences, heads, positions, size]`; heads that share keys are adjacent.
-        keys: `[sequences, key heads, columns, size]`.
-        values: `[sequences, key heads, columns, value_size]`.
-        rule: What tokens see.
-        positions: Of the queries' tokens in their sequence.
-        columns: Of the keys'.
-        scoring: Of the layer.
-
-    Returns:
-        `[sequences, heads, positions, value_size]`.
+    Queries and the result are `[sequences, heads, positions, size]`; heads that share keys are adjacent. Keys and
+    values are `[sequences, key heads, columns, size]`.
     """
     scale, softcap, sinks = scoring
     heads, key_heads = queries.shape[1], keys.shape[1]

@@ -35,11 +35,7 @@ def copy_to_device(array: npt.NDArray[Any], target: torch.Tensor) -> None:
 
 
 class ToHost:
-    """A copy of a tensor to the host, queued after the device's present work.
-
-    Args:
-        tensor: Of any shape; a CPU tensor is not copied.
-    """
+    """A copy of a tensor to the host, queued after the device's present work; a CPU tensor is not copied."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._copy = tensor

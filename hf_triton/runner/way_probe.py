@@ -56,24 +56,16 @@ WINDOWS: Final = ("sliding_window", "attention_chunk_size")
 
 @dataclass(frozen=True)
 class Finding:
-    """What the probe has found."""
-
     way: Way | None
     """The first one that is right; None: no way is."""
     obstacle: str
     """Why the fastest way is not taken: what was measured, and what is allowed; empty: it is."""
 
 
-def probe_ways(model: Any) -> Way | None:
-    """The first way in which a model's logits, in company and in chunks, are those that it has alone in `generate`.
-
-    None: no way is right.
-    """
-    return find_way(model).way
-
-
 def find_way(model: Any, context_length: int | None = None) -> Finding:
-    """The same, and why it is not the fastest; raises what `generate` does on a prompt alone.
+    """The first way in which logits, in company and in chunks, are those of `generate` alone; None: no way is.
+
+    The finding says why it is not the fastest. It raises what `generate` does on a prompt alone.
 
     Args:
         model: In eval mode, on its device.
@@ -132,14 +124,7 @@ def short_windows(model: Any, context_length: int | None = None) -> Iterator[Non
 
 
 class WayProbe:
-    """Judges ways of running a model by its own `generate`, which runs here.
-
-    Args:
-        model: In eval mode, on its device.
-
-    Raises:
-        CheckpointError: Its logits are NaN for every prompt.
-    """
+    """Judges ways of running a model by its own `generate`; raises CheckpointError if all its logits are NaN."""
 
     def __init__(self, model: Any) -> None:
         self._model = model

@@ -32,12 +32,7 @@ LIBRARY.define(  # type: ignore[no-untyped-call]
 
 
 def draw_tokens(scores: torch.Tensor, params: RowParams) -> torch.Tensor:
-    """Draw a token id for each row, `[rows]` int64 on the scores' device.
-
-    Args:
-        scores: `[rows, vocabulary]`, any float dtype, after `edit_logits`.
-        params: Each row's.
-    """
+    """Draw a token id, int64, for each row of scores `[rows, vocabulary]` after `edit_logits`."""
     if scores.device.type != "cuda" or not is_usable(scores.device, scores.dtype, scores.shape[1]):
         return draw_by_torch(scores, params)
     tokens = draw(scores, params)
@@ -105,13 +100,7 @@ LIBRARY.impl("draw", cuda.draw, "CUDA")  # type: ignore[no-untyped-call]
 
 @cache
 def is_usable(device: torch.device, dtype: torch.dtype, size: int) -> bool:
-    """Whether the operation is right for a device's scores, which is tried once; if not, the log says why.
-
-    Args:
-        device: A CUDA device.
-        dtype: The scores'.
-        size: The vocabulary.
-    """
+    """Whether the operation is right for a device's scores, which is tried once; if not, the log says why."""
     reason = cuda.why_no_kernel(partial(_is_right, device, dtype, size))
     if reason is None:
         return True

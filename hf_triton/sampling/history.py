@@ -17,13 +17,7 @@ Floats = npt.NDArray[np.float32]
 
 
 class TokenHistory:
-    """Biases, penalties and bans for a sequence's next token. It keeps only what the sampling parameters need.
-
-    Args:
-        params: The prompt's sampling parameters.
-        prompt_ids: The prompt's token ids.
-        eos_ids: The end-of-sequence tokens.
-    """
+    """Biases, penalties and bans for a sequence's next token. It keeps only what the sampling parameters need."""
 
     def __init__(self, params: SamplingParams, prompt_ids: Sequence[int], eos_ids: frozenset[int]) -> None:
         self._params = params
@@ -66,7 +60,6 @@ class TokenHistory:
         )
 
     def append(self, token_id: int) -> None:
-        """Append a generated token."""
         self._num_new_tokens += 1
         if self._has_penalties:
             self._counts.add(token_id)
@@ -145,7 +138,6 @@ class _Counts:
         self._counts.view()[index] += 1
 
     def view(self) -> tuple[Ids, Floats]:
-        """Token ids and their counts, both `[ids]`."""
         return self._token_ids.view(), self._counts.view()
 
 

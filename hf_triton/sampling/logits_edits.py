@@ -56,11 +56,7 @@ def _flatten(
 ) -> tuple[torch.Tensor, ...]:
     """Concatenate every row's token ids, as indices into the flattened scores, and the numbers that belong to them.
 
-    Args:
-        parts: For each row its token ids and columns of numbers, all `[ids]`. Ids from `size` on are skipped: a prompt
-            may hold tokens for which the model has no logit.
-        size: The vocabulary.
-        device: Where the result goes.
+    Ids from the vocabulary's `size` on are skipped: a prompt may hold tokens for which the model has no logit.
     """
     ids, *columns = (np.concatenate(column) for column in zip(*parts, strict=True))
     indices = ids + np.repeat(np.arange(len(parts)) * size, [len(part[0]) for part in parts])

@@ -50,7 +50,6 @@ class SamplingParams:
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that are generated for the prompt."""
         return self.best_of or self.num_return_sequences
 
     @property

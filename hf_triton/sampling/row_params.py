@@ -28,14 +28,12 @@ class RowParams(NamedTuple):
 
     @classmethod
     def build(cls, params: Sequence[SamplingParams], keys: Sequence[int]) -> RowParams:
-        """Collect the parameters of rows; `keys` are from 0 to 2^64 - 1."""
         rows = [(one.temperature, one.top_k, one.top_p, one.min_p, one.typical_p) for one in params]
         temperature, top_k, top_p, min_p, typical_p = np.array(rows, np.float64).T
         bits = np.array(keys, np.uint64).view(np.int64)
         return cls(temperature, top_k.astype(np.int64), top_p, min_p, typical_p, bits)
 
     def select(self, rows: Ids) -> RowParams:
-        """The parameters of some rows."""
         return RowParams._make(numbers[rows] for numbers in self)
 
     def pack(self) -> Ids:

@@ -23,8 +23,6 @@ from hf_triton.sampling.types import TokenLogprobs
 
 @dataclass(frozen=True)
 class SampledToken:
-    """The next token of one sequence."""
-
     token_id: int
     logprobs: TokenLogprobs | None = None
     """Its log probabilities, if the sampling parameters ask for them (`num_top_logprobs`)."""

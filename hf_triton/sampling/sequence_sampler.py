@@ -23,10 +23,7 @@ class SequenceSampler:
     """Sampling state of one sequence. Only `accept` changes it, so a step that fails after sampling is sampled again.
 
     Args:
-        params: The prompt's sampling parameters.
         index: Which of the prompt's `num_sequences` sequences this is; each has a random stream of its own.
-        prompt_ids: The prompt's token ids.
-        eos_ids: The end-of-sequence tokens.
         constraint: Restricts the sequence's tokens; None: any token is allowed.
         processor: Changes the scores after penalties and bans.
     """
@@ -76,11 +73,7 @@ class SequenceSampler:
         return sampler
 
     def draw_key(self, num_ahead: int = 0) -> int:
-        """The 64-bit key of a draw. Each token has one, so the stream keeps step with the sequence.
-
-        Args:
-            num_ahead: Tokens sampled before this one and not yet accepted.
-        """
+        """The 64-bit key of a draw. Each token has one, so the stream keeps step with the sequence."""
         while len(self._draw_keys) <= num_ahead:
             self._draw_keys += self._random.integers(2**64, size=NUM_KEYS, dtype=np.uint64).tolist()
         return self._draw_keys[num_ahead]

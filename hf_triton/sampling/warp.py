@@ -17,12 +17,7 @@ from hf_triton.sampling.row_params import RowParams
 
 
 def warp_scores(scores: torch.Tensor, params: RowParams) -> torch.Tensor:
-    """The scores to draw from, with minus infinity for tokens that are cut off.
-
-    Args:
-        scores: `[rows, vocabulary]`, float32, after `edit_logits`.
-        params: Each row's.
-    """
+    """The scores `[rows, vocabulary]` to draw from, float32, with minus infinity for tokens that are cut off."""
     device = scores.device
     if (params.temperature != 1.0).any():
         scores = scores / _column(params.temperature, device)

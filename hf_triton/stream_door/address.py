@@ -62,7 +62,6 @@ def find_addresses(model_name: str) -> list[Address]:
 
 
 def remove(address: Address) -> None:
-    """Remove an address, and the folder with its last one."""
     address.path.unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # not empty, or another process was faster
         address.path.parent.rmdir()

@@ -26,15 +26,7 @@ CONNECT_S: Final = 2.0
 
 
 class _Forwarded:
-    """A request that is being forwarded.
-
-    Args:
-        request: What is answered.
-        config: How the door's folder answers.
-
-    Raises:
-        RequestError: The request's parameters cannot be read.
-    """
+    """A request that is being forwarded; raises RequestError if the request's parameters cannot be read."""
 
     def __init__(self, request: InferenceRequest, config: ResponseConfig) -> None:
         self.request = request
@@ -53,7 +45,6 @@ class _Forwarded:
         )
 
     def message(self, number: int) -> Message:
-        """The message to the engine."""
         deadline_s = self.request.deadline_s()
         left_s = None if deadline_s is None else max(deadline_s - time.monotonic(), 0.0)
         return {"id": number, "request": pack_request(self._request(timeout_s=left_s))}
@@ -63,12 +54,8 @@ class _Link:
     """A connection to one engine.
 
     Args:
-        model_name: The engine's model, for messages.
-        connected: The socket.
-        address: Where it leads.
         on_unserved: Called with a request that the engine, unloaded or ended, left without any response; returns
             whether another engine takes it.
-        on_close: Called when the connection has ended.
     """
 
     def __init__(
@@ -185,11 +172,7 @@ class _Link:
 
 
 class Engines(RequestService):
-    """Has the engines of one model, in any process of this server, answer a folder's requests.
-
-    Args:
-        model_name: The model.
-    """
+    """Has the engines of one model, in any process of this server, answer a folder's requests."""
 
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
@@ -215,7 +198,6 @@ class Engines(RequestService):
             )
 
     def is_healthy(self) -> bool:
-        """Whether there is an engine."""
         return self._choose(set()) is not None
 
     def close(self) -> None:

@@ -115,11 +115,7 @@ class Connection:
 
 
 def frame(message: Message) -> bytes:
-    """Encode a message.
-
-    Raises:
-        MessageTooLargeError: It does not fit.
-    """
+    """Encode a message; raises MessageTooLargeError if it does not fit."""
     # Bytes of a tensor that are not UTF-8 are lone surrogates here.
     body = json.dumps(message, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
     if len(body) > MAX_MESSAGE_BYTES:
@@ -128,7 +124,6 @@ def frame(message: Message) -> bytes:
 
 
 def _read_frame(read: Callable[[int], bytes]) -> bytes | None:
-    """The next frame, None at the end."""
     header = read(LENGTH.size)
     if not header:
         return None

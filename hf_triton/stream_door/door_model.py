@@ -96,11 +96,7 @@ class StreamDoor:
 
 
 def other_folder(own_name: str, stream_of: str | None) -> str:
-    """The folder to stream from.
-
-    Raises:
-        SettingsError: No other folder is named.
-    """
+    """The folder to stream from; raises SettingsError if no other folder is named."""
     name = own_name.removesuffix(DOOR_SUFFIX) if stream_of is None else stream_of
     if name in ("", own_name):
         raise SettingsError(

@@ -48,8 +48,6 @@ class RemoteRequest(InferenceRequest):
 
     Args:
         number: The door's number for it.
-        request: The request.
-        peer: The door.
         on_answer: Called once, with `ok` or the error's code, and the adapter.
     """
 
@@ -66,11 +64,9 @@ class RemoteRequest(InferenceRequest):
 
     @property
     def parameters(self) -> Mapping[str, object]:
-        """The request's parameters by name."""
         return self._request.parameters
 
     def requested_outputs(self) -> list[str]:
-        """The outputs that the client names; all of them if it names none."""
         return self._request.requested_outputs
 
     def abandon(self) -> None:
@@ -125,8 +121,6 @@ class RemoteRequest(InferenceRequest):
 
 
 class _Peer:
-    """One door."""
-
     def __init__(self, connected: socket.socket, server: DoorServer) -> None:
         self._server = server
         self._requests: dict[int, weakref.ref[RemoteRequest]] = {}  # safe from any thread: each operation is atomic
@@ -189,11 +183,8 @@ class DoorServer:
     """Takes the requests of stream doors for one instance of a model.
 
     Args:
-        model_name: The model's name, which doors look for.
-        version: Its version.
         take: Starts a request; must see that it is answered, and raise nothing.
         begin_request: Counts a request; the function that it returns is called with the outcome and the adapter.
-        poller: Polls this process's requests.
     """
 
     def __init__(
@@ -253,7 +244,6 @@ class DoorServer:
             self._peers.discard(peer)
 
     def all_peers(self) -> list[_Peer]:
-        """The connected doors."""
         with self._lock:
             return list(self._peers)
 

@@ -42,22 +42,16 @@ class DoorRequest:
     output_names: list[str]
     """The outputs that the door's folder declares."""
     requested_outputs: list[str]
-    """The outputs that the client asked for."""
     streams: bool
     """Whether to stream if the request does not say."""
 
 
 def pack_request(request: DoorRequest) -> Message:
-    """A request as JSON values."""
     return vars(request) | {"inputs": pack_tensors(request.inputs)}
 
 
 def read_request(value: object) -> DoorRequest:
-    """Parse a request.
-
-    Raises:
-        ProtocolError: It is malformed.
-    """
+    """Parse a request; raises ProtocolError if it is malformed."""
     match value:
         case {
             "inputs": dict() as inputs,
@@ -85,11 +79,7 @@ def _elements(array: Array) -> list[Any]:
 
 
 def read_tensors(value: object) -> dict[str, Array]:
-    """Parse tensors.
-
-    Raises:
-        ProtocolError: They are malformed.
-    """
+    """Parse tensors; raises ProtocolError if they are malformed."""
     if not isinstance(value, dict):
         raise ProtocolError("malformed tensors")
     return {name: _read_tensor(entry) for name, entry in value.items()}
@@ -114,11 +104,7 @@ def _array(dtype: str, elements: list[Any]) -> Array:
 
 
 def read_parameters(value: object) -> dict[str, int]:
-    """Parse the parameters of a response.
-
-    Raises:
-        ProtocolError: They are malformed.
-    """
+    """Parse the parameters of a response; raises ProtocolError if they are malformed."""
     if not isinstance(value, dict) or any(type(entry) is not int for entry in value.values()):
         raise ProtocolError("malformed response parameters")
     return value
@@ -130,11 +116,7 @@ def pack_error(error: HfTritonError, sentence: str | None = None) -> list[str]:
 
 
 def read_error(value: object) -> HfTritonError:
-    """Parse an error, with its code and sentence.
-
-    Raises:
-        ProtocolError: It is malformed.
-    """
+    """Parse an error, with its code and sentence; raises ProtocolError if it is malformed."""
     match value:
         case [CancelledError.triton_code, str(), str()]:
             return CancelledError()

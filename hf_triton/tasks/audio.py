@@ -48,11 +48,7 @@ ROLLOFF: Final = 0.95
 
 
 def import_soundfile() -> Any:
-    """The module soundfile.
-
-    Raises:
-        CheckpointError: It is not installed, or has no libsndfile.
-    """
+    """The module soundfile; raises CheckpointError if it is not installed, or has no libsndfile."""
     try:
         import soundfile
     except (ImportError, OSError):
@@ -100,7 +96,6 @@ def read_audio(
 
 
 def _plain(data: bytes, name: str) -> bytes:
-    """The file itself."""
     if CONTAINERS.match(data):
         return data
     if not data:

@@ -72,10 +72,6 @@ class SpeechOptions(DeclaredOptions):
 class SpeechRecognition(Task):
     """Recognises speech by Whisper. Its methods are called from several threads.
 
-    Args:
-        checkpoint: Model, tokenizer and the checkpoint's folder.
-        settings: The folder's.
-
     Raises:
         LoadError: The checkpoint does not fit the task, or a package is missing.
     """
@@ -107,7 +103,6 @@ class SpeechRecognition(Task):
 
     @classmethod
     def check_files(cls, folder: Path, settings: ModelSettings) -> None:
-        """Check the feature extractor."""
         _load_extractor(folder, settings)
 
     def __init__(self, checkpoint: Checkpoint, settings: ModelSettings) -> None:
@@ -232,7 +227,6 @@ class SpeechRecognition(Task):
         return (first, *others[-(self.max_targets // 2 - 1) :])
 
     def decode(self, transcript: Transcript, duration_s: float, options: SpeechOptions) -> TaskResult:
-        """An audio's result."""
         text = self._text(transcript.token_ids)
         code = next((code for code, token_id in self._languages.items() if token_id == transcript.language_id), ENGLISH)
         found: dict[str, Any] = {"text": text, "language": code, "duration": round(duration_s, 3)}
@@ -284,11 +278,7 @@ def _chunk(text: str, start_s: float, end_s: float, duration_s: float) -> dict[s
 
 
 def _load_extractor(folder: Path, settings: ModelSettings) -> Any:
-    """The checkpoint's feature extractor.
-
-    Raises:
-        CheckpointError: There is none, or it cannot be read.
-    """
+    """The checkpoint's feature extractor; raises CheckpointError if there is none, or it cannot be read."""
     from transformers import WhisperFeatureExtractor
 
     with loading("preprocessor_config.json", settings, folder):

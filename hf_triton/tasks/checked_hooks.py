@@ -143,11 +143,7 @@ def _parameters(hook: str) -> list[str]:
 
 
 def check_encoder_hooks(hooks: Hooks, task: str) -> None:
-    """Refuse hooks of text generation in a folder with another task.
-
-    Raises:
-        SettingsError: Names one.
-    """
+    """Refuse hooks of text generation in a folder with another task; the SettingsError names one."""
     for name in HOOKS:
         if name != "load" and getattr(type(hooks), name) is not getattr(Hooks, name):
             raise SettingsError(

@@ -139,11 +139,7 @@ class Embeddings(EncoderTask[EmbeddingOptions]):
         return EncodedRow([encoded])
 
     def reduce(self, outputs: torch.Tensor) -> torch.Tensor:
-        """The vector of a text; see `EncoderTask`.
-
-        Args:
-            outputs: float32 `[tokens, hidden size]`.
-        """
+        """The vector of a text, of float32 `[tokens, hidden size]`; see `EncoderTask`."""
         return self._head(outputs)
 
     def decode(self, encoded: EncodedRow, options: EmbeddingOptions, outputs: list[npt.NDArray[Any]]) -> TaskResult:
@@ -159,11 +155,7 @@ class Embeddings(EncoderTask[EmbeddingOptions]):
 
 
 def check_dimensions(options: VectorOptions, size: int) -> None:
-    """Refuse more dimensions than a model's vectors have.
-
-    Raises:
-        RequestError: They are asked for.
-    """
+    """Refuse more dimensions than a model's vectors have; raises RequestError if they are asked for."""
     if options.dimensions is not None and options.dimensions > size:
         raise RequestError(
             "invalid_parameter",

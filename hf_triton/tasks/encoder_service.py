@@ -53,12 +53,8 @@ class EncoderService(EngineService):
     """Answers requests by the task of an encoder.
 
     Args:
-        task: Encodes and decodes rows.
         engine: Runs the forward passes. It is closed with this service.
-        limits: What one request may hold.
         max_waiting: Rows that may wait; see `AdmissionGate`.
-        meter: Counts tokens and times.
-        info: What the model is.
         adapters: Its LoRA adapters; None: it takes none.
     """
 
@@ -80,7 +76,6 @@ class EncoderService(EngineService):
         self._meter = meter
 
     def submit(self, request: InferenceRequest, config: ResponseConfig) -> None:
-        """Check a request and start it, see `RequestService`."""
         checked = self._task.read(request.inputs(), request.parameters, self._limits)
         if config.is_batching:
             checked = dataclasses.replace(checked, shape=(len(checked.rows), 1))
@@ -142,11 +137,7 @@ class EncoderService(EngineService):
         return encode_results(results, [*map(_num_tokens, rows)], self._task.declaration, shape, names)
 
     def _find_adapter(self, name: str | None) -> Adapter | None:
-        """The adapter that a request names.
-
-        Raises:
-            RequestError: There is none, or it cannot be used.
-        """
+        """The adapter that a request names; raises RequestError if there is none, or it cannot be used."""
         if not name:
             return None
         if self._adapters is None:
@@ -161,17 +152,14 @@ class NoEngine:
     slower: Final = ()
 
     def submit(self, groups: list[EncoderGroup]) -> None:
-        """Answer groups at once."""
         for group in groups:
             group.begin()
             group.finish([np.empty(0, np.float32) for _ in group.inputs])
 
     def load(self) -> EngineLoad:
-        """Nothing waits."""
         return EngineLoad()
 
     def is_healthy(self) -> bool:
-        """It cannot fail."""
         return True
 
     def close(self) -> None:
@@ -199,19 +187,7 @@ def build_encoder_service(
     meter: Meter,
     hub: Hub | None = None,
 ) -> EncoderService:
-    """The service of a loaded checkpoint, its engine running.
-
-    Args:
-        task_class: The task.
-        checkpoint: Model and tokenizer.
-        settings: The folder's.
-        on_fatal: Called after the engine has failed for good.
-        meter: Counts.
-        hub: Finds LoRA adapters; None: there are none.
-
-    Raises:
-        LoadError: The checkpoint does not fit the task.
-    """
+    """The running service of a loaded checkpoint; raises LoadError if the checkpoint does not fit the task."""
     task = task_class(checkpoint, settings)
     reads_files = any(text.is_file for text in task.declaration.texts)
     limits = request_limits(settings, task.max_length, MIN_FILE_BYTES if reads_files else MIN_ENCODER_BYTES)

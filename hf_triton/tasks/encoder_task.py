@@ -61,10 +61,6 @@ class EncoderTask(Task, ABC, Generic[Options]):
         mask_token: What stands in a text for a token that the task fills in; empty: it fills none.
         merge: Joins what `reduce` returns of two parts of a sequence's tokens; None: it needs all of them at once.
 
-    Args:
-        checkpoint: Model, tokenizer and the checkpoint's folder.
-        settings: The folder's.
-
     Raises:
         LoadError: The checkpoint does not fit the task.
     """
@@ -106,11 +102,7 @@ class EncoderTask(Task, ABC, Generic[Options]):
         return request
 
     def check_options(self, options: Options) -> None:
-        """Check what the declaration cannot say of a request's options.
-
-        Raises:
-            RequestError: One does not fit the model.
-        """
+        """Check what the declaration cannot say of options; raises RequestError if one does not fit the model."""
 
     def encode_row(self, row: Row | TokenRow, options: Options) -> EncodedRow:
         """Make token sequences of a row, or take those that it is; raises as the two methods do."""
@@ -121,11 +113,7 @@ class EncoderTask(Task, ABC, Generic[Options]):
 
     @abstractmethod
     def encode(self, row: Row, options: Options) -> EncodedRow:
-        """Make token sequences of a row's texts.
-
-        Raises:
-            RequestError: A text does not fit.
-        """
+        """Make token sequences of a row's texts; raises RequestError if a text does not fit."""
 
     def encode_tokens(self, row: TokenRow, options: Options) -> EncodedRow:
         """Take a row's token ids as they are, special tokens included; for declarations with `takes_tokens`.
@@ -152,10 +140,6 @@ class EncoderTask(Task, ABC, Generic[Options]):
 
     def limit(self, options: TaskOptions, num_special_tokens: int = 0) -> int:
         """The number of tokens that a text is cut to.
-
-        Args:
-            options: The request's.
-            num_special_tokens: Tokens beside a text's own, which are never cut away.
 
         Raises:
             RequestError: The request asks for more tokens than the model takes, for none of the text's own, or that
@@ -233,12 +217,6 @@ class EncoderTask(Task, ABC, Generic[Options]):
         self, text: str, pair: str | None = None, options: TaskOptions | None = None, *, truncate: bool | None = None
     ) -> Any:
         """Tokenize a text or a pair, special tokens included.
-
-        Args:
-            text: The text.
-            pair: A second text, to stand behind it.
-            options: The request's, which say whether and how to cut what is too long.
-            truncate: Their `truncate`, if there are none.
 
         Returns:
             The tokenizer's `Encoding`, with `ids`, `type_ids`, `offsets` and `sequence_ids`.

@@ -21,10 +21,7 @@ class EngineService(RequestService):
 
     Args:
         engine: Computes. It is closed with this service.
-        limits: What one request may hold.
         max_waiting: Prompts that may wait; see `AdmissionGate`.
-        num_threads: Number of threads that prepare requests.
-        info: What the model is.
         adapters: Its LoRA adapters; None: it takes none.
     """
 
@@ -48,7 +45,6 @@ class EngineService(RequestService):
         """What `close` ends, in order."""
 
     def is_healthy(self) -> bool:
-        """Whether requests can be taken."""
         return self._engine.is_healthy()
 
     def load(self) -> EngineLoad:

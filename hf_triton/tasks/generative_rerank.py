@@ -64,11 +64,7 @@ class GenerativeRerank(EncoderTask[GenerativeOptions]):
             self.follow(self._score.transformer)
 
     def _answers(self) -> tuple[int, int]:
-        """The tokens `yes` and `no`.
-
-        Raises:
-            CheckpointError: The model has none.
-        """
+        """The tokens `yes` and `no`; raises CheckpointError if the model has none."""
         ids = [self._plain_ids(answer) for answer in ANSWERS]
         if any(len(each) != 1 for each in ids):
             raise CheckpointError(
@@ -97,7 +93,6 @@ class GenerativeRerank(EncoderTask[GenerativeOptions]):
         return EncodedRow([EncoderInput(ids, output_positions=[len(ids) - 1])])
 
     def _asked(self, instruction: str, row: Row, options: GenerativeOptions) -> list[int]:
-        """A pair as Qwen3-Reranker is asked."""
         text = f"<Instruct>: {instruction}\n<Query>: {row[QUERY]}\n<Document>: {row[DOCUMENTS]}"
         ids, num_own = self._plain_ids(text), len(self._head) + len(self._tail)
         room = self.limit(options, num_own) - num_own

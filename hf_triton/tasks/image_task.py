@@ -46,28 +46,19 @@ class ImageTask(EncoderTask[Options]):
         """The model's outputs `[batch, ...]` for arrays `[batch, ...]`, all of one shape."""
 
     def examples(self) -> list[ArrayInput]:
-        """An input of each kind."""
         from PIL import Image
 
         return [self.process(Image.new("RGB", (64, 48), (90, 120, 150)))]
 
     def trial(self) -> list[torch.Tensor]:
-        """The outputs for the examples.
-
-        Raises:
-            CheckpointError: The image processor does not fit the model.
-        """
+        """The outputs for the examples; raises CheckpointError if the image processor does not fit the model."""
         from hf_triton.encoder.stacked import StackedForward
 
         with loading("the image processor", self.settings):
             return StackedForward(self.model, self.compute)(self.examples())
 
     def image(self, data: bytes) -> ArrayInput:
-        """What the model computes of a file.
-
-        Raises:
-            RequestError: It cannot be read, or is too large.
-        """
+        """What the model computes of a file; raises RequestError if it cannot be read, or is too large."""
         return self.process(read_image(data, self.settings.max_image_pixels, param(IMAGE)))
 
     def process(self, image: Any) -> ArrayInput:

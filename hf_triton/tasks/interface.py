@@ -25,13 +25,10 @@ class ResponseConfig:
     """How the requests of a folder are answered."""
 
     output_names: list[str]
-    """The outputs that the folder declares."""
     is_decoupled: bool
-    """Whether a request may have several responses."""
     streams: bool
     """Whether a response is streamed if the request does not say."""
     sender: ResponseSender
-    """Sends the responses."""
     is_batching: bool = False
     """Whether the first dimension of every tensor is Triton's batch (`max_batch_size`)."""
 
@@ -71,15 +68,6 @@ class RequestService(ABC):
 
 
 def model_info(checkpoint: Checkpoint, settings: ModelSettings, *, task: str, engine: str, **chat: Any) -> ModelInfo:
-    """What a loaded model is.
-
-    Args:
-        checkpoint: The model.
-        settings: The folder's.
-        task: What the model does.
-        engine: What runs it.
-        chat: The fields of `ModelInfo` about chats.
-    """
     name = settings.huggingface_model
     model = checkpoint.model
     footprint = getattr(model, "get_memory_footprint", None)  # a graph has none

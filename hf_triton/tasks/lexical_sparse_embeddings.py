@@ -43,11 +43,7 @@ class LexicalSparseEmbeddings(SparseEmbeddings):
         self._num_tokens = checkpoint.vocabulary_size
 
     def reduce(self, outputs: torch.Tensor) -> torch.Tensor:
-        """The weight of each token of the text; see `EncoderTask`.
-
-        Args:
-            outputs: float32 `[tokens, hidden size]`.
-        """
+        """The weight of each token of the text, of float32 `[tokens, hidden size]`; see `EncoderTask`."""
         weights: torch.Tensor = self._linear(outputs).relu()[:, 0]
         return weights
 

@@ -38,13 +38,7 @@ POOLS: Final[Mapping[PoolingMode, Pool]] = {
 
 
 class Head:
-    """Makes a text's vector; on the device of the model.
-
-    Args:
-        pools: Their vectors are joined.
-        layers: Applied in order.
-        num_outputs: Size of the vector.
-    """
+    """Makes a text's vector on the model's device: joined vectors of `pools`, then `layers` in order."""
 
     def __init__(self, pools: list[Pool], layers: list[Pool], num_outputs: int) -> None:
         self._pools = pools
@@ -64,11 +58,6 @@ class Head:
 
 def build_head(modules: SentenceModules, model: Any, settings: ModelSettings) -> Head:
     """The head that modules.json describes, with the weights of its dense layers.
-
-    Args:
-        modules: What modules.json says.
-        model: The model whose outputs are pooled.
-        settings: Whether pickles are allowed.
 
     Raises:
         LoadError: A layer cannot be loaded, or does not fit those before it.
@@ -100,7 +89,6 @@ def build_head(modules: SentenceModules, model: Any, settings: ModelSettings) ->
 
 
 def _load_dense(layer: Dense, device: torch.device, settings: ModelSettings) -> Pool:
-    """A dense layer."""
     import torch
 
     activation = getattr(torch.nn, layer.activation, None)

@@ -133,14 +133,9 @@ class QuestionAnswering(EncoderTask[AnswerOptions]):
 def find_spans(
     encoding: Any, starts: Floats, ends: Floats, options: AnswerOptions, cls_token_id: int | None
 ) -> tuple[list[Span], float]:
-    """The best spans of a window, and the score of no answer.
+    """The best spans of a window, by each token's logits as the first and the last one, and the score of no answer.
 
-    Args:
-        encoding: The window's tokens.
-        starts: Logits of each token as the first of the answer, `[tokens]`.
-        ends: As the last one.
-        options: The request's.
-        cls_token_id: The token that stands for no answer and takes its part of the probability; None: there is none.
+    The token `cls_token_id` stands for no answer and takes its part of the probability; None: there is none.
     """
     is_context = np.array([part == SECOND for part in encoding.sequence_ids])
     is_possible = is_context | (np.array(encoding.ids) == cls_token_id)

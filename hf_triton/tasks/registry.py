@@ -44,12 +44,7 @@ VARIANTS: Final[dict[tuple[str, str], str]] = {
 
 
 def task_class(name: str, way: str | None = None) -> type[Task] | None:
-    """The class of a task; None for tasks that generate text.
-
-    Args:
-        name: As the setting `task` has it.
-        way: As `find_way` finds it.
-    """
+    """The class of a task; None for tasks that generate text."""
     if name not in DECLARED_TASKS:
         return None
     variant = VARIANTS.get((name, way or ""))
@@ -61,10 +56,7 @@ def task_class(name: str, way: str | None = None) -> type[Task] | None:
 def folder_task(own: type[Task] | None, settings: ModelSettings, model_folder: Path) -> type[Task] | None:
     """The class of a folder's task; None if it generates text.
 
-    Args:
-        own: The task class of the folder's 1/model.py.
-        settings: The folder's; its `task` comes before what the checkpoint says.
-        model_folder: The folder. A checkpoint that is not on disk yet is taken for one that generates text.
+    The setting `task` comes before what the checkpoint says; one that is not on disk yet generates text.
 
     Raises:
         SettingsError: The folder's own class declares nothing.
@@ -79,11 +71,7 @@ def folder_task(own: type[Task] | None, settings: ModelSettings, model_folder: P
 
 
 def _check_own(own: object) -> None:
-    """Refuse what is no task.
-
-    Raises:
-        SettingsError: Says what a task class is.
-    """
+    """Refuse what is no task; the SettingsError says what a task class is."""
     from hf_triton.protocol.task_declaration import TaskDeclaration
     from hf_triton.tasks.automatic_speech_recognition import SpeechRecognition
     from hf_triton.tasks.encoder_task import EncoderTask

@@ -117,10 +117,7 @@ def first_tokens(task: EncoderTask[Any], text: str, num_tokens: int | None) -> s
 def activation_of(config: Any, named: str | None, settings: ModelSettings) -> str:
     """What makes a score of a logit, one of ACTIVATIONS.
 
-    Args:
-        config: The model's config, where older versions of sentence-transformers name it.
-        named: What config_sentence_transformers.json names.
-        settings: The folder's.
+    Older versions of sentence-transformers name it in the model's config.
 
     Raises:
         CheckpointError: It is another one.

@@ -25,16 +25,11 @@ class SentencePrompts:
     """What may stand before a text."""
 
     texts: Mapping[str, str]
-    """Prompts by name."""
     default: str | None
     """Name of the prompt for requests that name none."""
 
     def check(self, name: str | None) -> None:
-        """Check a request's `prompt_name`; an empty name stands for no prompt.
-
-        Raises:
-            RequestError: There is no such prompt.
-        """
+        """Check a request's `prompt_name`, empty for no prompt; raises RequestError if there is no such prompt."""
         if name and name not in self.texts:
             known = suggest(name, self.texts) if self.texts else "; it has none"
             raise RequestError(

@@ -74,11 +74,7 @@ class SparseEmbeddings(EncoderTask[SparseOptions]):
         return EncodedRow([self.to_input(self.tokenize(text, options=options))])
 
     def reduce(self, outputs: torch.Tensor) -> torch.Tensor:
-        """The weight of each token of the vocabulary; see `EncoderTask`.
-
-        Args:
-            outputs: float32 `[tokens, vocabulary]`.
-        """
+        """The weight of each token of the vocabulary, of float32 `[tokens, vocabulary]`; see `EncoderTask`."""
         if self._modules.pooling == "max":  # what follows keeps the order of numbers
             return self._activate(outputs.amax(0))
         return self._activate(outputs).sum(0)

@@ -48,13 +48,9 @@ class SpeechService(EngineService):
     """Answers requests with transcripts.
 
     Args:
-        task: Says what is asked of the model, and what its tokens say.
         engine: Runs the model. It is closed with this service.
-        limits: What one request may hold.
         max_seconds: The longest audio that is accepted.
         max_waiting: Prompts that may wait; see `AdmissionGate`.
-        meter: Counts tokens and times.
-        info: What the model is.
     """
 
     _engine: SpeechEngine
@@ -78,7 +74,6 @@ class SpeechService(EngineService):
         self._pools.append(self._answers)
 
     def submit(self, request: InferenceRequest, config: ResponseConfig) -> None:
-        """Check a request and start it, see `RequestService`."""
         declaration = self._task.declaration
         checked = read_task_request(declaration, SpeechOptions, request.inputs(), request.parameters, self._limits)
         if config.is_batching:
@@ -108,11 +103,7 @@ class SpeechService(EngineService):
             self._leave(answer)
 
     def _read(self, answer: Answer, checked: TaskRequest[SpeechOptions]) -> list[SpeechGroup]:
-        """The samples of each audio as a group.
-
-        Raises:
-            HfTritonError: An audio is refused, or the request has ended meanwhile.
-        """
+        """The samples of each audio as a group; raises HfTritonError if one is refused, or the request has ended."""
         params, language_id = self._task.params(checked.options)
         rate, deadline_s = self._task.extractor.sampling_rate, answer.request.deadline_s()
         groups: list[SpeechGroup] = []

@@ -77,16 +77,7 @@ class TokenClassification(EncoderTask[TokenOptions]):
 def join_tokens(
     tokenizer: Any, config: Any, text: str, encodings: list[Any], outputs: list[Floats], options: TokenOptions
 ) -> list[dict[str, Any]]:
-    """The entities of a text, by the postprocessing of transformers' pipeline.
-
-    Args:
-        tokenizer: The model's.
-        config: Names the labels.
-        text: The text.
-        encodings: The tokens of its windows.
-        outputs: The logits of each window, `[tokens, labels]`.
-        options: The request's.
-    """
+    """The entities of a text, by transformers' pipeline's postprocessing of logits `[tokens, labels]` a window."""
     import torch
     from transformers import TokenClassificationPipeline
     from transformers.pipelines.token_classification import AggregationStrategy

@@ -25,14 +25,7 @@ CONFIG: Final = (
 
 
 class TokenizerAnswers:
-    """Answers `TokenizerRequest`s, one at a time.
-
-    Args:
-        checkpoint: Has the tokenizer.
-        context_length: The model's.
-        limits: Of a text.
-        chat_template: The folder's own; None: that of the tokenizer.
-    """
+    """Answers `TokenizerRequest`s, one at a time."""
 
     def __init__(
         self, checkpoint: Checkpoint, context_length: int, limits: Limits, chat_template: str | None = None
@@ -45,11 +38,7 @@ class TokenizerAnswers:
         self._chat_template = chat_template
 
     def answer(self, asked: object) -> str:
-        """The answer to the parameter's value, as JSON.
-
-        Raises:
-            RequestError: It is no `TokenizerRequest`, or too long.
-        """
+        """The answer to the parameter's value, as JSON; raises RequestError if it is none, or too long."""
         try:
             values = parse_json(asked) if isinstance(asked, str) else None
         except ValueError:

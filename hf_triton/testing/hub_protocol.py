@@ -69,13 +69,7 @@ class HubProtocol:
         return token in (self.access_token, self.stranger_token)
 
     def respond(self, target: str, token: str | None, port: int) -> Response:
-        """Respond to a GET or HEAD.
-
-        Args:
-            target: Path and query, as sent.
-            token: The bearer token, if any.
-            port: Of this server, for redirects.
-        """
+        """Respond to a GET or HEAD."""
         url = urlsplit(target)
         for pattern, name in _ROUTES:
             if match := pattern.fullmatch(url.path):

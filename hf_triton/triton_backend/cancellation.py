@@ -23,9 +23,6 @@ class RequestPoller:
     """Polls all open requests from one thread, because asking Triton is a round trip between processes.
 
     It holds weak references: a request that is dropped without a response answers in its destructor.
-
-    Args:
-        interval_s: Pause between two rounds, at least.
     """
 
     def __init__(self, interval_s: float = POLL_INTERVAL_S) -> None:
@@ -36,7 +33,6 @@ class RequestPoller:
 
     @property
     def num_open(self) -> int:
-        """Requests that are polled."""
         return len(self._open)
 
     def add(self, request: InferenceRequest) -> None:
@@ -48,7 +44,6 @@ class RequestPoller:
                 self._start()
 
     def cancel(self, request_id: str) -> None:
-        """Cancel the open requests with this id."""
         with self._wake:
             requests = [reference() for reference in self._open]
         for request in requests:

@@ -43,13 +43,7 @@ Declare = Callable[[Any], TaskDeclaration | None]
 def complete_config(
     model_config: Any, settings_class: type[AnySettings], declare: Declare = lambda settings: None
 ) -> Any:
-    """Add the inputs and outputs that config.pbtxt leaves out to Triton's `ModelConfig`.
-
-    Args:
-        model_config: Triton's.
-        settings_class: The settings that it may hold.
-        declare: Finds the folder's task.
-    """
+    """Add the inputs and outputs that config.pbtxt leaves out to Triton's `ModelConfig`."""
     use_started_folder()
     config = model_config.as_dict()
     with load_failures():
@@ -67,15 +61,7 @@ def complete_config(
 
 
 def read_settings(config: Mapping[str, Any], settings_class: type[AnySettings]) -> AnySettings:
-    """A folder's settings, which are logged.
-
-    Args:
-        config: config.pbtxt, completed.
-        settings_class: The settings that it may hold.
-
-    Raises:
-        SettingsError: A setting cannot be used.
-    """
+    """A folder's settings, which are logged; raises SettingsError if a setting cannot be used."""
     loaded = _load_settings(config, settings_class)
     logger.info("settings: %s", loaded.describe() or "all have their defaults")
     return loaded.settings
@@ -84,16 +70,7 @@ def read_settings(config: Mapping[str, Any], settings_class: type[AnySettings]) 
 def response_config(
     config: Mapping[str, Any], settings: AnySettings, task: TaskDeclaration | None = None
 ) -> ResponseConfig:
-    """How a folder's requests are answered.
-
-    Args:
-        config: config.pbtxt, completed.
-        settings: The folder's.
-        task: The folder's task; None for text generation.
-
-    Raises:
-        SettingsError: A port cannot be used.
-    """
+    """How a folder's requests are answered; raises SettingsError if a port cannot be used."""
     check_config(config, *(() if task is None else (partial(check_task_input, task), partial(check_task_output, task))))
     is_decoupled = config.get("model_transaction_policy", {}).get("decoupled", False)
     if settings.stream and not is_decoupled:
@@ -108,11 +85,7 @@ def response_config(
 
 
 def count_instances(config: Mapping[str, Any]) -> int:
-    """Instances of a version of a folder; at least 1.
-
-    Args:
-        config: config.pbtxt, completed.
-    """
+    """Instances of a version of a folder; at least 1."""
     groups = config.get("instance_group", [])
     count: int = sum(group.get("count", 1) * max(1, len(group.get("gpus", []))) for group in groups)
     return max(count, 1)

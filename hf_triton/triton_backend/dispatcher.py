@@ -35,14 +35,9 @@ class Dispatcher:
     """Hands a folder's requests to its service, and answers those that are no work for an engine.
 
     Args:
-        service: Answers the others.
-        config: How the folder's requests are answered.
-        poller: Polls this process's requests.
-        meter: Counts requests.
         cancel_elsewhere: Cancels the requests of an id in the server's other processes; may take seconds.
         closing: Closes what serves the folder; `close` does so.
         headers: The headers that the server adds to requests' parameters; None: it adds none.
-        tracer: Makes the spans of requests.
     """
 
     def __init__(

@@ -24,11 +24,7 @@ FLAGS: Final = ("--http-header-forward-pattern", "--grpc-header-forward-pattern"
 
 
 class ForwardedHeaders:
-    """The headers of one server.
-
-    Args:
-        patterns: Regular expressions, searched in a header's name.
-    """
+    """The headers of one server, by regular expressions that are searched in their names."""
 
     def __init__(self, patterns: Sequence[str]) -> None:
         self._patterns = [compile_header_pattern(pattern) for pattern in patterns]
@@ -61,11 +57,7 @@ class ForwardedHeaders:
 
 
 def find_forwarded_headers(setting: str | None) -> ForwardedHeaders | None:
-    """The headers that this process's server forwards; None if it forwards none.
-
-    Args:
-        setting: The folder's pattern; None for those of the server's command line.
-    """
+    """The headers that this process's server forwards, by the folder's pattern or its command line; None: none."""
     if setting is not None:
         return ForwardedHeaders([setting])
     try:

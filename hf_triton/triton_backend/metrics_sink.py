@@ -11,11 +11,7 @@ from hf_triton.tasks.serving.metrics import METRICS, Metric
 
 
 class MetricsSink:
-    """The server's metrics. What several instances of a model add under the same labels adds up.
-
-    Args:
-        labels: Labels of every metric.
-    """
+    """The server's metrics. What several instances of a model add under the same labels adds up."""
 
     def __init__(self, labels: Mapping[str, str]) -> None:
         self._labels = dict(labels)
@@ -36,7 +32,6 @@ class MetricsSink:
             self._declared[metric, value, adapter] = self._families[metric].Metric(labels=labels, **buckets)
 
     def add(self, metric: Metric, value: str, amount: float, adapter: str = "") -> None:
-        """Add to a counter or a gauge."""
         self.declare(metric, value, adapter)
         self._declared[metric, value, adapter].increment(amount)
 

@@ -39,9 +39,6 @@ def loading_process(model_name: str) -> Iterator[None]:
     paused machine), without a word, and then waits until it exits: for ever, as it serves well. While the block runs,
     and once at its end, the process looks whether that has happened, and ends itself if so; Triton then reports the
     load as failed.
-
-    Args:
-        model_name: The folder's, for the log.
     """
     use_started_folder()
     _use_utf8()
@@ -114,9 +111,6 @@ class Sentinel:
     """Ends the server when this process dies, killed from outside or for its memory.
 
     Triton does not restart it, stays ready, and never answers its requests in flight.
-
-    Args:
-        model_name: For the log.
     """
 
     def __init__(self, model_name: str) -> None:

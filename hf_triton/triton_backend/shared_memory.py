@@ -32,9 +32,6 @@ _sending = threading.RLock()  # taken again by a request whose destructor answer
 def room_for(num_bytes: int) -> Iterator[bool]:
     """Reserve room for a response while the block sends it, or for an error in its place.
 
-    Args:
-        num_bytes: Of the elements of its tensors.
-
     Yields:
         Whether the response fits. An error is sent if it does not.
     """

@@ -34,8 +34,6 @@ class TritonRequest(InferenceRequest):
     """A request over Triton's sender. A decoupled folder may send several responses.
 
     Args:
-        request: Triton's.
-        poller: Polls the request until it is answered.
         on_answer: Called once, with `ok` or the error's code, and the adapter.
         headers: The headers that the server adds to the parameters; None: it adds none.
     """
@@ -83,7 +81,6 @@ class TritonRequest(InferenceRequest):
         return parsed | (trace_context(self._request) if traces_requests() else {})
 
     def requested_outputs(self) -> list[str]:
-        """The outputs that the client names; all of them if it names none."""
         return self._requested_outputs
 
     def poll(self) -> bool:

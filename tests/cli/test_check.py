@@ -2,7 +2,6 @@
 """`hf-triton check` and `hf-triton export vllm`: what is said of folders, those that can be served and others."""
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -121,10 +120,6 @@ def checkpoint_of(folder: Path) -> Path:
     return folder.parent / "checkpoint"
 
 
-def cut_short(file: Path) -> None:
-    os.truncate(file, file.stat().st_size - 1)
-
-
 def add(folder: Path, key: str, value: str) -> None:
     escaped = value.replace('"', '\\"')
     with (folder / "config.pbtxt").open("a") as file:
@@ -188,14 +183,6 @@ def become_checkpoint(folder: Path) -> None:
 WRONG: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "a checkpoint": (become_checkpoint, "folder", "it is a checkpoint: `hf-triton new NAME --model /"),
     "no model.py": (lambda it: (it / "1" / "model.py").unlink(), "folder", "it has no 1/model.py"),
-    "no model.py, and a config in one line": (
-        lambda it: (
-            (it / "1" / "model.py").unlink(),
-            (it / "config.pbtxt").write_text("name: 'mine' backend: 'python'"),
-        ),
-        "folder",
-        "it has no 1/model.py",
-    ),
     "broken config": (lambda it: edit(it, "}", ""), "config.pbtxt", "cannot be parsed"),
     "another backend": (lambda it: edit(it, "python", "onnx"), "config.pbtxt", 'backend: "python", got'),
     "another name": (
@@ -234,7 +221,6 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         "build_prompt of the folder's own 1/model.py is not a method",
     ),
     "misspelt setting": (lambda it: add(it, "dtipe", "float32"), "settings", "did you mean 'dtype'"),
-    "wrong value": (lambda it: add(it, "dtype", "int3"), "settings", "dtype must be one of"),
     "own code fails": (
         lambda it: (it / "1" / "model.py").write_text("import hf_triton\n1 / 0\n"),
         "1/model.py",
@@ -249,11 +235,6 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         lambda it: edit(it, 'backend: "python"', 'backend: "python"\ninput { name: "promt" data_type: TYPE_STRING }'),
         "ports",
         "declares the input 'promt'",
-    ),
-    "no checkpoint": (
-        lambda it: edit(it, "checkpoint", "nowhere"),
-        "checkpoint",
-        "there is no folder",
     ),
     "no weights": (
         lambda it: (checkpoint_of(it) / "model.safetensors").unlink(),
@@ -279,11 +260,6 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         "quantisation",
         "without the packages gptqmodel and optimum",
     ),
-    "AWQ without its packages": (
-        lambda it: quantized_by(it, "awq"),
-        "quantisation",
-        "without the packages gptqmodel and optimum",
-    ),
     "a wrong quantisation": (
         lambda it: add(it, "quantization_config", '{"quant_method": "newest"}'),
         "quantisation",
@@ -294,11 +270,6 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         "memory",
         "model.safetensors is no safetensors file, or half of one",
     ),
-    "weights cut short behind their header": (
-        lambda it: cut_short(checkpoint_of(it) / "model.safetensors"),
-        "memory",
-        "model.safetensors is no safetensors file, or half of one",
-    ),
     "own code ends the process": (
         lambda it: (it / "1" / "model.py").write_text("import sys\nsys.exit(3)\n"),
         "1/model.py",
@@ -306,25 +277,10 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     ),
     "an adapter alone": (lambda it: keep_only(it, "adapter_config.json"), "checkpoint", "is an adapter"),
     "a file that is GGUF by its name alone": (lambda it: keep_only(it, "model.gguf"), "model", "model.gguf of "),
-    "several GGUF files": (
-        lambda it: (keep_only(it, "a-Q8_0.gguf"), (checkpoint_of(it) / "b-Q4_0.gguf").touch()),
-        "checkpoint",
-        "has GGUF files (a-Q8_0.gguf, b-Q4_0.gguf): name one",
-    ),
     "an unknown quantisation": (
         lambda it: (keep_only(it, "a-Q8_0.gguf"), add(it, "gguf_file", "Q9")),
         "checkpoint",
         "no GGUF file has the name or quantisation 'Q9': set gguf_file to one of a-Q8_0.gguf",
-    ),
-    "GGUF of an architecture that is not read": (
-        lambda it: become_gguf(it, family="bert"),
-        "model",
-        "does not read GGUF files of the architecture 'bert'",
-    ),
-    "GGUF for embeddings": (
-        lambda it: (become_gguf(it), add(it, "task", "embeddings")),
-        "model",
-        "is served from a GGUF file, and the folder's task is one of encoders",
     ),
     "damaged config.json": (
         lambda it: (checkpoint_of(it) / "config.json").write_text("{"),
@@ -340,7 +296,6 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     ),
     "another task": (of_another_task, "model", "LlamaForTokenClassification"),
     "labels to rerank by": (of_labels("rerank"), "model", "has 2 labels, and rerank needs a model with one score"),
-    "no entailment": (of_labels("zero-shot-classification"), "model", "its labels are 'LABEL_0', 'LABEL_1'"),
     "no modules.json": (lambda it: add(it, "task", "embeddings"), "model", "set pooling to what its model card says"),
     "damaged tokenizer": (
         lambda it: (checkpoint_of(it) / "tokenizer.json").write_text("{"),

@@ -43,7 +43,6 @@ def no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path]) -> Path:
-    """A folder of tiny embeddings."""
     place = tmp_path_factory.mktemp("tiny")
     checkpoint = save_sentence_model(place / "model", dense=[16], prompts={"query": "query: "})
     config = "max_batch_size: 4\ninstance_group [{ kind: KIND_AUTO }]"

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import time
-import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -220,7 +219,6 @@ UNREADABLE = {
 
 
 def make_defective_folders(repository: Path, make_folder: Callable[..., Path]) -> None:
-    """Make a folder for each of `REASONS`."""
     make_folder(repository, "nowhere", huggingface_model="./nowhere")
     for name, config in UNREADABLE.items():
         make_folder(repository, name, config=config, huggingface_model="./x")
@@ -294,34 +292,3 @@ def test_a_killed_server_ends_the_command_with_a_sentence(serving: Serving) -> N
     os.kill(server, signal.SIGKILL)
     assert serving.process.wait(30) == 1
     assert "error: server_failed: tritonserver exited by signal 9 (Killed)" in serving.output()
-
-
-@pytest.mark.full
-def test_a_built_wheel_serves_from_an_empty_folder(tmp_path: Path) -> None:
-    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir"]
-    subprocess.run([*build, tmp_path, ROOT], check=True, capture_output=True)
-    [wheel] = tmp_path.glob("*.whl")
-    installed, empty = tmp_path / "installed", tmp_path / "empty"
-    with zipfile.ZipFile(wheel) as file:
-        file.extractall(installed)
-    empty.mkdir()
-    command = [sys.executable, "-m", "hf_triton_cli"]
-    environment = os.environ | {"PYTHONPATH": str(installed)}
-    shown = subprocess.run([*command, "--help"], cwd=empty, env=environment, capture_output=True, text=True, check=True)
-    assert "serve" in shown.stdout
-    ports = free_ports(4)
-    output = tmp_path / "output"
-    with output.open("wb") as log:
-        options = port_options(ports)
-        process = subprocess.Popen([*command, "serve", *options], cwd=empty, env=environment, stdout=log, stderr=log)
-    try:
-        deadline = time.monotonic() + 60
-        while "/v1/" not in output.read_text():
-            assert process.poll() is None, output.read_text()
-            assert time.monotonic() < deadline, output.read_text()
-            time.sleep(0.2)
-        assert SENTENCE.search(send(curl_lines(output.read_text())[0]))
-    finally:
-        process.terminate()
-        process.wait(30)
-    assert list(empty.iterdir()) == []

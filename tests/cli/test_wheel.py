@@ -94,7 +94,6 @@ def empty(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def serving(command: Path, empty: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """The demo, served from an empty folder."""
     output = tmp_path_factory.mktemp("output") / "log"
     with running(output=output, command=command, folder=empty, environment=clean_environment()) as serving:
         serving.wait_for("Ctrl+C stops the server")

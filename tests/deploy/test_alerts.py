@@ -35,7 +35,6 @@ def waits(name: str, bound: str, until: str) -> Series:
 
 
 def caches(preemptions: str, *usages: float) -> Series:
-    """Of one server each."""
     found = {f'hf_triton_num_preemptions_total{{{MODEL},instance="0"}}': preemptions}
     for instance, usage in enumerate(usages):
         found[f'hf_triton_kv_cache_usage_ratio{{{MODEL},instance="{instance}"}}'] = f"{usage}x200"

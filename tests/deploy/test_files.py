@@ -54,7 +54,6 @@ def run(*command: str) -> str:
 
 
 def rendered(overlay: str) -> dict[str, Any]:
-    """The objects of an overlay, by kind."""
     text = run(program("kubectl"), "kustomize", str(DEPLOY / "kubernetes" / "overlays" / overlay))
     return {document["kind"]: document for document in yaml.safe_load_all(text)}
 

@@ -85,7 +85,6 @@ def revise(replica: Replica, old: str, new: str) -> None:
 
 
 def run(block: str, servers: Fleet, name: str = "a") -> str:
-    """Run a block of a runbook for a server; it succeeds."""
     replica = servers.replicas[name]
     socket = str(servers.folder / "haproxy.sock")
     words = {

@@ -15,7 +15,6 @@ PIN = re.compile(r"^(\S+)==(\S+) \\\n((?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\
 
 
 def pins(*names: str) -> dict[str, str]:
-    """Versions by package."""
     text = "".join((ROOT / name).read_text() for name in names)
     assert PIN.sub("", text).strip() == "", "a line that is no pin"
     return {canonicalize_name(name): version for name, version, _ in PIN.findall(text)}

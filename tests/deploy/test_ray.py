@@ -122,8 +122,6 @@ def test_ray_takes_the_file(refusals: dict[str, str | None]) -> None:
 
 
 class Head:
-    """A node of Ray, and where it is."""
-
     def __init__(self, process: subprocess.Popen[bytes], port: int, dashboard_port: int) -> None:
         self.process = process
         self.address = f"127.0.0.1:{port}"

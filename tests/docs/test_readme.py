@@ -37,7 +37,6 @@ MAX_PAGE_LINES = 1500
 
 
 def blocks(language: str, *documents: Path) -> list[str]:
-    """The fenced blocks of a language in some documents, or in all."""
     texts = [path.read_text(encoding="utf-8") for path in documents or DOCUMENTS]
     fences = [match for text in texts for match in re.findall(r"^```(\w*)\n(.*?)^```\n", text, flags=re.S | re.M)]
     return [block for kind, block in fences if kind == language]
@@ -220,7 +219,6 @@ def demo(tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Pa
 
 
 def curls(model: str, key: str) -> list[str]:
-    """The lines that send `key` to a model."""
     return [line for line in commands("curl ") if f"/models/{model}/" in line and f'"{key}":' in line]
 
 
@@ -302,7 +300,6 @@ def test_openai_curl_lines_work(demo: TritonServer, gateway: str, line: str) -> 
 
 
 def texts_of(answer: object) -> list[str]:
-    """The strings of an answer that are not ids."""
     if isinstance(answer, str):
         return [answer]
     values = answer if isinstance(answer, list) else []

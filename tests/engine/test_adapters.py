@@ -68,8 +68,6 @@ def load_model(checkpoint: Path) -> Any:
 
 
 class Started:
-    """An engine with adapters."""
-
     def __init__(self, model: Any, engine: Any = "auto", **options: Any) -> None:
         accelerate(model, pack_weights="all")
         self.adapters = Adapters(model)

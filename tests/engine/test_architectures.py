@@ -48,7 +48,6 @@ def small_pool(seed: str) -> dict[str, Any]:
 
 
 def load_with_references(name: str, num_requests: int) -> tuple[Any, Items, list[list[int]]]:
-    """A model, requests, and what `generate` generates for them."""
     with TemporaryDirectory() as folder:
         model = load(name, Path(folder))
     items = requests(num_requests, random.Random(f"{name} {num_requests}"))
@@ -67,7 +66,6 @@ def test_continuous_engine_equals_generate(name: str) -> None:
 
 
 def check_prompt_logprobs(model: Any, client: Client, prompt: list[int]) -> None:
-    """They are those of one forward."""
     with torch.inference_mode():
         logprobs = model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0].float().log_softmax(-1)
     scored = only(client.ask(prompt, SamplingParams(1, prompt_logprobs=0))).prompt_logprobs

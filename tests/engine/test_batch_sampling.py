@@ -12,7 +12,7 @@ from hf_triton.engine.options import EngineOptions
 from hf_triton.engine.sequence import Completion
 from hf_triton.errors import RequestError
 from hf_triton.runner.batch_probe import Sharing, probe_batching
-from hf_triton.runner.way_probe import probe_ways
+from hf_triton.runner.way_probe import find_way
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.types import TokenLogprobs
 from tests.support.batch_engine import (
@@ -51,7 +51,7 @@ def test_both_engines_generate_the_same(architecture: str, model_of: LoadModel) 
     in_batch, continuous = sampled_submissions(), sampled_submissions()
     with FilledEngine(model) as filled:
         filled.run(in_batch)
-    way = probe_ways(model)
+    way = find_way(model).way
     assert way is not None
     engine = ContinuousBatchingEngine(model, EngineOptions(max_num_seqs=8), way)
     engine.submit([submission.group() for submission in continuous])

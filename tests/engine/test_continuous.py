@@ -12,7 +12,6 @@ import pytest
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.engine_config import EngineConfig
 from hf_triton.engine.options import EngineOptions
-from hf_triton.engine.sequence import Completion
 from hf_triton.errors import CancelledError
 from hf_triton.runner.device import ChunkSizes
 from hf_triton.sampling.params import SamplingParams
@@ -65,15 +64,6 @@ def test_chunked_prefill_beside_running_sequences_changes_no_output(model: Any, 
     config = EngineConfig(chunk_sizes=ChunkSizes(16, 16))
     items = [(prompt, SamplingParams(20)) for prompt in prompts(20, seed=3, longest=100)]
     check(model, Client(start(config=config)), items)
-
-
-def test_the_completion_ends_before_the_eos_token(model: Any, start: StartEngine) -> None:
-    item = [5, 6, 7], SamplingParams(20)
-    (whole,) = greedy_ids(model, [item])
-    engine = start()
-    engine._eos_ids = frozenset([whole[4]])
-    end = whole.index(whole[4])
-    assert Client(engine).ask(*item) == [Completion(whole[:end], "eos")]
 
 
 def test_cancelled_sequences_leave_and_others_continue(model: Any, start: StartEngine) -> None:

@@ -2,8 +2,6 @@
 """Memory limits of the continuous engine."""
 
 import random
-import threading
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +17,6 @@ from tests.support.engine import (
     Client,
     Faulty,
     StartEngine,
-    error_code,
     only,
     prompts,
     token_ids,
@@ -72,38 +69,6 @@ def test_shrunken_memory_refuses_requests_until_it_grows(model: Any, start: Star
     assert refused.code == "out_of_memory"
     allowed[0] = 10_000
     assert only(client.ask(PROMPT, SamplingParams(5))).token_ids == solo_ids(model, PROMPT, 5)
-
-
-def test_each_context_waits_for_memory_anew(start: StartEngine) -> None:
-    config = EngineConfig(max_memory_wait_s=1.0)
-    engine = start(config=config)
-    engine.memory.budget.tokens = lambda held: 0  # type: ignore[method-assign]
-    client = Client(engine)
-    gone = threading.Event()
-    client.submit(PROMPT, SamplingParams(5), is_cancelled=gone.is_set)
-    client.submit(PROMPT, SamplingParams(5))
-    time.sleep(0.7)
-    gone.set()
-    left_s = time.monotonic()
-    assert [error_code(outcome) for outcome in client.outcomes()] == ["cancelled", "out_of_memory"]
-    assert time.monotonic() - left_s >= 0.9
-    for _ in range(2):
-        started_s = time.monotonic()
-        assert error_code(client.ask(PROMPT, SamplingParams(5))) == "out_of_memory"
-        assert time.monotonic() - started_s >= 1.0
-
-
-def test_a_long_prompt_beside_full_buffers_stays_within_memory(model: Any, start: StartEngine) -> None:
-    engine = start(max_num_seqs=4, max_cache_tokens=640)
-    most: list[int] = []
-    Faulty(engine, lambda *_: bool(most.append(engine.memory.num_used_tokens)), RuntimeError())
-    client = Client(engine)
-    for prompt in prompts(4, seed=25, longest=30):
-        client.submit(prompt, SamplingParams(20))
-    client.outcomes()
-    long = prompts(1, seed=26, longest=2)[0] * 200
-    assert only(client.ask(long, SamplingParams(8))).token_ids == solo_ids(model, long, 8)
-    assert max(most) <= 640
 
 
 def test_a_group_that_does_not_fit_at_once_is_generated_in_parts(start: StartEngine) -> None:

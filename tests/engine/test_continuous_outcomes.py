@@ -14,7 +14,6 @@ import torch
 
 from hf_triton.engine.engine_config import EngineConfig
 from hf_triton.engine.sequence import Completion
-from hf_triton.errors import CancelledError
 from hf_triton.runner.device import ChunkSizes
 from hf_triton.sampling.params import SamplingParams
 from tests.support.engine import (
@@ -58,14 +57,6 @@ def test_finish_reasons(model: Any, start: StartEngine) -> None:
     assert whole[3] not in late.token_ids[:10]
 
 
-def test_an_expired_prompt_is_not_prefilled(model: Any, start: StartEngine) -> None:
-    client = Client(start())
-    for _ in range(20):
-        assert error_code(client.ask(PROMPT, SamplingParams(3), deadline_s=time.monotonic())) == "deadline_exceeded"
-    cancelled = client.ask(PROMPT, SamplingParams(3), is_cancelled=lambda: True)
-    assert error_code(cancelled) == "cancelled"
-
-
 def test_a_sequence_ends_at_its_deadline_with_its_tokens(model: Any, start: StartEngine) -> None:
     engine = start()
     slow_down(engine)
@@ -85,22 +76,6 @@ def test_a_sequence_ends_at_its_deadline_with_its_tokens(model: Any, start: Star
     assert completion.finish_reason == "deadline"
     assert 0 < len(completion.token_ids) < 240
     assert completion.token_ids == solo_ids(model, PROMPT, len(completion.token_ids))
-
-
-def test_a_cancelled_sequence_is_in_no_further_step(start: StartEngine) -> None:
-    engine = start()
-    tokens: list[int] = []
-    gone = threading.Event()
-
-    def listen(_: int, token_id: int, *__: object) -> bool:
-        tokens.append(token_id)
-        if len(tokens) == 5:
-            gone.set()
-        return False
-
-    outcome = Client(engine).ask(PROMPT, SamplingParams(100), is_cancelled=gone.is_set, on_token=listen)
-    assert isinstance(outcome, CancelledError)
-    assert len(tokens) == 5
 
 
 # --- the queue -------------------------------------------------------------------------------------------------------
@@ -173,22 +148,6 @@ def test_sequences_of_a_group_share_its_prefill(start: StartEngine) -> None:
     outcome = Client(engine).ask(list(range(10, 110)), replace(DRAWN, max_new_tokens=1, num_return_sequences=6))
     assert len(token_ids(outcome)) == 6
     assert counting.num_tokens == 100
-
-
-def test_best_of_returns_the_likeliest_sequences(start: StartEngine) -> None:
-    client = Client(start())
-    every = client.ask(PROMPT, replace(DRAWN, num_return_sequences=5, logprobs=0))
-    assert isinstance(every, list)
-
-    def mean(completion: Completion) -> float:
-        assert completion.logprobs is not None
-        return sum(each.logprob for each in completion.logprobs) / len(completion.logprobs)
-
-    best = client.ask(PROMPT, replace(DRAWN, num_return_sequences=2, best_of=5))
-    ranked = sorted(every, key=mean, reverse=True)
-    assert token_ids(best) == [each.token_ids for each in ranked[:2]]
-    assert isinstance(best, list)
-    assert best[0].logprobs is None  # not asked for
 
 
 # --- log probabilities -----------------------------------------------------------------------------------------------

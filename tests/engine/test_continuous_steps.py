@@ -2,7 +2,6 @@
 """Steps of the continuous engine: what they compute, and those that run ahead of the host."""
 
 import random
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -18,7 +17,7 @@ from hf_triton.runner.device import ChunkSizes, DeviceContext
 from hf_triton.runner.step import Step
 from hf_triton.sampling.params import SamplingParams
 from tests.support.architectures import BASE, build
-from tests.support.engine import DRAWN, PROMPT, Client, StartEngine, error_code, only, prompts, token_ids
+from tests.support.engine import PROMPT, Client, StartEngine, error_code, only, prompts, token_ids
 from tests.support.reference import solo_ids
 
 # --- what a step computes --------------------------------------------------------------------------------------------
@@ -39,7 +38,6 @@ class Steps:
 
     @property
     def sizes(self) -> list[list[int]]:
-        """The tokens of each range."""
         return [[part.num_tokens for part in step.ranges] for step in self.seen]
 
 
@@ -55,21 +53,6 @@ def test_a_step_has_chunks_of_prompts_beside_decoding_sequences(model: Any, star
     for prompt, length, outcome in zip(items, lengths, client.outcomes(), strict=True):
         assert only(outcome).token_ids == solo_ids(model, prompt[:length], 5)
     assert steps.sizes == [[20, 44], [1, 30], [1, 1, 30], [1, 1, 26], [1, 1, 1], [1, 1], [1], [1]]
-
-
-def test_running_sequences_get_a_token_with_every_step(start: StartEngine) -> None:
-    engine = start(max_num_seqs=16)
-    client = Client(engine)
-    first: list[int] = []
-
-    def submit_more(step: Step) -> None:
-        if len(steps.seen) < 10:
-            client.submit([5, 7, 11] * 200, SamplingParams(2))
-
-    steps = Steps(engine, submit_more)
-    client.submit([3, 5, 7], SamplingParams(12), on_token=lambda *_: bool(first.append(len(steps.seen))))
-    client.outcomes()
-    assert first == list(range(first[0], first[0] + 12))
 
 
 def test_chunks_beside_decoding_shrink_with_the_context_on_a_cpu() -> None:
@@ -92,7 +75,6 @@ def test_a_cuda_device_runs_more_sequences() -> None:
 
 
 def run_ahead(engine: ContinuousBatchingEngine) -> ContinuousBatchingEngine:
-    """As on a GPU."""
     engine.scheduler._traits = replace(engine.scheduler._traits, runs_ahead=True)
     return engine
 
@@ -117,38 +99,6 @@ class Events:
 def test_a_step_begins_before_the_tokens_of_the_last_one_are_read(settings: dict[str, Any], start: StartEngine) -> None:
     engine = run_ahead(start())
     assert Events(engine).ask(Client(engine), **settings) == ["step", *["step", "token"] * 4, "token"]
-
-
-@pytest.mark.parametrize(
-    "settings", [{"logprobs": 1}, {"repetition_penalty": 1.3}, {"logit_bias": ((7, 2.0),)}], ids=str
-)
-def test_sequences_that_need_the_host_are_decoded_token_by_token(settings: dict[str, Any], start: StartEngine) -> None:
-    engine = run_ahead(start())
-    assert Events(engine).ask(Client(engine), **settings) == ["step", "token"] * 5
-
-
-def test_tokens_drawn_ahead_are_those_drawn_in_time(start: StartEngine) -> None:
-    params = replace(DRAWN, num_return_sequences=3)
-    expected = token_ids(Client(start()).ask(PROMPT, params))
-    assert token_ids(Client(run_ahead(start())).ask(PROMPT, params)) == expected
-
-
-@pytest.mark.parametrize("is_ahead", [False, True])
-def test_mixed_sequences_equal_each_alone(is_ahead: bool, model: Any, start: StartEngine) -> None:
-    source, engine = random.Random(31), start(max_num_seqs=5)
-    client = Client(run_ahead(engine) if is_ahead else engine)
-    items = [
-        (prompt, SamplingParams(source.randrange(1, 40), repetition_penalty=source.choice([1.0, 1.0, 1.4])))
-        for prompt in prompts(40, seed=32)
-    ]
-    for item in items:
-        client.submit(*item)
-        time.sleep(source.choice([0, 0, 0.02]))
-    for (prompt, params), outcome in zip(items, client.outcomes(), strict=True):
-        expected = solo_ids(model, prompt, params.max_new_tokens, repetition_penalty=params.repetition_penalty)
-        assert only(outcome).token_ids == expected
-    engine.close()
-    assert not engine.executor.samplers  # nothing is kept of sequences that have ended
 
 
 def fail_at(engine: ContinuousBatchingEngine, is_hit: Callable[[int], bool], error: Exception) -> Steps:
@@ -181,8 +131,6 @@ def test_failed_step_ahead_changes_no_output(error: Exception, failing: int, mod
 
 
 class StepSizes(Observer):
-    """Notes the sequences of each step."""
-
     def __init__(self) -> None:
         self.num_sequences: list[int] = []
 

@@ -18,7 +18,7 @@ from hf_triton.runner.calling import cache_name
 from hf_triton.runner.device import ChunkSizes
 from hf_triton.runner.long_rope import LongRope
 from hf_triton.runner.model_runner import PACKED
-from hf_triton.runner.way_probe import probe_ways
+from hf_triton.runner.way_probe import find_way
 from hf_triton.sampling.params import SamplingParams
 from tests.support.architectures import CONTINUOUS, build
 from tests.support.engine import Client, token_ids
@@ -26,7 +26,6 @@ from tests.support.listener import group_of
 from tests.support.reference import solo_ids
 
 SWITCH = 40
-CONFIG = EngineConfig(block_size=16)
 
 
 def phi3(**changes: Any) -> Any:
@@ -92,7 +91,7 @@ def test_chunks_of_a_long_prompt_have_the_logits_of_transformers() -> None:
 
 def test_generate_chooses_frequencies_as_before_once_the_engine_has_run() -> None:
     model = phi3()
-    assert probe_ways(model) == PACKED
+    assert find_way(model).way == PACKED
     with closing(ContinuousBatchingEngine(model, EngineOptions(max_num_seqs=2))) as engine:
         Client(engine).ask(tokens_of(50), SamplingParams(3))
     for length in (50, 10, SWITCH - 5, 90):

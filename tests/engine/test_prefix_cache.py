@@ -63,26 +63,6 @@ def test_the_next_turn_computes_only_what_is_in_no_full_block(model: Any, start:
         conversation = [*conversation, *answer, 200, 201, 202, 203, 204]
 
 
-def test_without_prefix_caching_every_prompt_is_computed(start: StartEngine) -> None:
-    engine = start(enable_prefix_caching=False, config=CONFIG)
-    counting, client = Counting(engine), Client(engine)
-    for _ in range(3):
-        client.ask(list(range(10, 70)), SamplingParams(1))
-    assert counting.num_tokens == 180
-
-
-def test_prompts_that_arrive_together_compute_their_prefix_once(model: Any, start: StartEngine) -> None:
-    engine = start(config=CONFIG)
-    counting, client = Counting(engine), Client(engine)
-    items = [[*range(10, 58), last] for last in (60, 61, 62)]
-    with engine.queue.changed:  # it admits none meanwhile
-        for prompt in items:
-            client.submit(prompt, SamplingParams(1))
-    for prompt, outcome in zip(items, client.outcomes(), strict=True):
-        assert only(outcome).token_ids == solo_ids(model, prompt, 1)
-    assert counting.num_tokens == 48 + 3
-
-
 def test_the_least_recently_used_prefix_makes_room(start: StartEngine) -> None:
     hits = PrefixHits()
     config = EngineConfig(block_size=BLOCK, prefix_cache_fraction=1.0)

@@ -16,7 +16,7 @@ from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.options import EngineOptions
 from hf_triton.engine.sequence import Completion
 from hf_triton.runner.padding import pad
-from hf_triton.runner.way_probe import probe_ways
+from hf_triton.runner.way_probe import find_way
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.testing import build_tiny_checkpoint
 from tests.support.engine import Client, prompts
@@ -54,7 +54,7 @@ def run(model: Any, batch: list[list[int]]) -> list[Scored]:
 
 
 def generate_continuous(model: Any) -> list[Scored]:
-    way = probe_ways(model)
+    way = find_way(model).way
     assert way is not None
     engine = ContinuousBatchingEngine(model, EngineOptions(max_num_seqs=8), way)
     client = Client(engine)

@@ -71,7 +71,6 @@ class Request(BareRequest):
         return {"text_output"}
 
     def wait(self) -> Response:
-        """The last response."""
         deadline_s = time.monotonic() + 30
         while not self.sender.sent:
             assert time.monotonic() < deadline_s, "no answer"

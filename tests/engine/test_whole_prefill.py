@@ -14,7 +14,7 @@ from hf_triton.engine.engine_config import EngineConfig
 from hf_triton.runner.device import ChunkSizes
 from hf_triton.runner.model_runner import ModelRunner
 from hf_triton.runner.step import Step
-from hf_triton.runner.way_probe import probe_ways
+from hf_triton.runner.way_probe import find_way
 from hf_triton.sampling.params import SamplingParams
 from tests.support.architectures import BASE, CONTINUOUS, HEADS, WHOLE, build, requests
 from tests.support.engine import Client, PreemptCounter, PrefixHits, check, start_engine, token_ids
@@ -41,7 +41,7 @@ def prefills(monkeypatch: pytest.MonkeyPatch) -> set[tuple[int, int]]:
 
 
 def prefills_whole(model: Any) -> bool | None:
-    way = probe_ways(model)
+    way = find_way(model).way
     return None if way is None else way.prefills_whole
 
 
@@ -52,7 +52,7 @@ def test_the_probe_finds_whole_prefill(model: Any) -> None:
 
 def test_bidirectional_attention_needs_the_batch_engine() -> None:
     model = build("Gemma3TextConfig", BASE | HEADS | {"use_bidirectional_attention": True})
-    assert probe_ways(model) is None
+    assert find_way(model).way is None
     engine = start_engine(model, max_num_seqs=4, context_length=128)
     try:
         assert isinstance(engine, BatchEngine)

@@ -108,7 +108,6 @@ def in_two(model: torch.nn.Module) -> dict[str, str]:
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
-    """The steps that have run."""
     noted: list[Step] = []
     run = Executor.run
 

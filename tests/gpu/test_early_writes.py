@@ -104,8 +104,6 @@ def test_models_whose_rotation_writes_are_told_by_trying(name: str, early: list[
 
 
 class Passing(nn.Module):
-    """A module that a hook may change."""
-
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         return states
 

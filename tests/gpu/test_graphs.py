@@ -133,13 +133,7 @@ def test_a_sequence_beyond_the_switch_of_long_rope_runs_eagerly(replays: Replays
 
 
 class Adapted:
-    """An engine whose graphs were captured while adapters were loaded.
-
-    Args:
-        folder: For the checkpoint and adapters.
-        monkeypatch: Has eager forwards counted, and few sizes captured.
-        configs: Of the adapters at load, by name.
-    """
+    """An engine whose graphs were captured while adapters were loaded."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, configs: dict[str, dict[str, Any]]) -> None:
         monkeypatch.setattr(device_step, "NUM_TOKENS", (2, 8, 128))
@@ -162,7 +156,6 @@ class Adapted:
         monkeypatch.setattr(ModelRunner, "_run_eagerly", count)
 
     def load(self, name: str, **config: Any) -> Adapter:
-        """Save an adapter and load it."""
         return self.adapters.load(save_adapter(self.checkpoint, self.folder / name, **config), name)
 
     def check(self, *chosen: Adapter | None) -> None:
@@ -335,7 +328,6 @@ def test_about_two_dozen_sizes(max_sequences: int, count: int) -> None:
 
 
 def wait_in_forward(model: Any) -> None:
-    """Have a model's forward wait for the device."""
     forward = model.forward
 
     def waiting(*args: Any, **kwargs: Any) -> Any:

@@ -104,7 +104,6 @@ def decodes(slots: Sequence[int], at: int) -> tuple[TokenRange, ...]:
 
 @pytest.fixture(params=WAYS)
 def runners(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[ModelRunner, ModelRunner]]:
-    """One with graphs, and an eager one."""
     model = load(request.param, tmp_path).to("cuda")
     pair = ModelRunner(model, WAYS[request.param]), ModelRunner(model, WAYS[request.param])
     for runner in pair:

@@ -36,11 +36,8 @@ class Row:
     tokens: tuple[int, ...] = (1, 5, 1, 9)
     """New ones of each sequence."""
     lengths: tuple[int, ...] = (23, 5, 1, 40)
-    """Of each sequence with them."""
     heads: tuple[int, int] = (4, 2)
-    """Of queries and of keys."""
     sizes: tuple[int, int] = (32, 32)
-    """Of keys and of values."""
     dtype: torch.dtype = torch.float32
     padding: int = 0
     block_size: int = 16
@@ -55,7 +52,6 @@ class Row:
     is_written: bool = False
     is_causal: bool = True
     scale: float | None = None
-    """Of the products; None: the usual one."""
 
 
 LONG = Row(tokens=(20, 20, 1, 1), lengths=(700, 143, 20, 256), heads=(2, 1), splits=4)
@@ -179,7 +175,6 @@ def test_prompts_and_decodes_start_few_programs_that_do_nothing(interpreted: Cal
 
 
 def count_programs(row: Row) -> int:
-    """The programs of `attend`, which are not run."""
     from hf_triton.runner.cuda import attention_kernel, attention_launch
 
     grids: list[tuple[int, ...]] = []

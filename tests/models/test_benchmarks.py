@@ -13,10 +13,8 @@ from click.testing import CliRunner
 
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.options import EngineOptions
-from hf_triton.engine.protocols import Observer
 from hf_triton.errors import HfTritonError
 from hf_triton.runner.cpu import linear_kernel
-from hf_triton.runner.cpu.threads import available_cores
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
@@ -104,26 +102,6 @@ def test_the_attention_benchmark_has_all_ways(benchmark: ModuleType, monkeypatch
     monkeypatch.setattr(benchmark, "DTYPES", (torch.float32,))
     monkeypatch.setattr(benchmark, "CACHES_BYTES", 1)
     assert re.search(r"float32 2 x 70( +[\d.]+){3}$", run(benchmark, "--repetitions 2"), re.MULTILINE)
-
-
-@pytest.mark.parametrize("benchmark", ["python_calls"], indirect=True)
-def test_calls_of_the_package_are_counted_by_step(benchmark: ModuleType) -> None:
-    counter, observer = benchmark.CallCounter(), Observer()
-
-    def run_steps(num_steps: int) -> None:
-        sys.setprofile(counter.profile)
-        for _ in range(num_steps):
-            available_cores()
-            observer.on_prefix_hit(1)
-            observer.on_prefix_hit(2)
-            re.escape("not ours")
-            counter.on_step(1)
-
-    benchmark.apart(lambda: run_steps(benchmark.LAST_STEP - 1))
-    with pytest.raises(ValueError, match="49 steps"):
-        counter.calls_per_step()
-    benchmark.apart(lambda: run_steps(5))
-    assert counter.calls_per_step() == {"runner/cpu/threads.py": 1, "engine/types.py": 2}
 
 
 @pytest.mark.full

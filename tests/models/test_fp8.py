@@ -66,7 +66,6 @@ def load(folder: Path, **settings: Any) -> Any:
 
 @pytest.fixture
 def model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """As a device of capability 8.9 has it."""
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 9))

@@ -27,7 +27,6 @@ pytestmark = pytest.mark.skipif(not DTYPES, reason="there is no kernel for this 
 
 
 def packed(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights, and the same packed."""
     plain = torch.randn(outputs, inputs).to(dtype)
     return plain, torch.ops.mkldnn._reorder_linear_weight(plain, None)
 
@@ -60,7 +59,6 @@ def has_kernel(weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
 
 @pytest.fixture
 def wide_layer() -> Any:
-    """A layer that has a kernel, of a model."""
     model = build("LlamaConfig", BASE | {"hidden_size": 64, "intermediate_size": 256, "mlp_bias": True})
     nn.init.normal_(model.model.layers[0].mlp.down_proj.bias)
     pack(model)

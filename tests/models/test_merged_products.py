@@ -32,7 +32,6 @@ def merged_layers(model: nn.Module) -> list[str]:
 
 
 def count_products(monkeypatch: pytest.MonkeyPatch, model: Any) -> int:
-    """Products of a forward."""
     products, linear = [], torch.nn.functional.linear
     with monkeypatch.context() as patch:
         patch.setattr("torch.nn.functional.linear", lambda *given: products.append(given) or linear(*given))

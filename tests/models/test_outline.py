@@ -17,7 +17,7 @@ from hf_triton.hub.pretrained import auto_class_of
 from hf_triton.runner.budget import FreeMemory
 from hf_triton.runner.gpu_memory import GpuPart, LoadMemory, weight_bytes
 from hf_triton.runner.outline import Outline, measure_outline
-from hf_triton.runner.way_probe import probe_ways
+from hf_triton.runner.way_probe import find_way
 from hf_triton.testing import ARCHITECTURES
 from tests.support.architectures import CONTINUOUS, WHOLE, load, some_in_make_test
 from tests.support.engine import NOT_CONTINUOUS
@@ -47,7 +47,7 @@ def without_weights(model: Any) -> Any:
 def test_bytes_are_those_that_the_engine_allocates(name: str, tmp_path: Path) -> None:
     model = load(name, tmp_path)
     outline = measure_outline(without_weights(model))
-    way = probe_ways(model)
+    way = find_way(model).way
     assert outline is not None
     assert way is not None
     engine = ContinuousBatchingEngine(
@@ -105,7 +105,7 @@ def test_so_many_sequences_fit_a_gpu_and_no_more(name: str, context: int, tmp_pa
 def test_a_cpu_has_the_tokens_of_its_engine(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FreeMemory, "of", lambda *_: GIB // 8)
     model = load(name, tmp_path)
-    outline, way = measure_outline(without_weights(model)), probe_ways(model)
+    outline, way = measure_outline(without_weights(model)), find_way(model).way
     assert outline is not None
     assert way is not None
     engine = ContinuousBatchingEngine(model, EngineOptions(max_num_seqs=4, context_length=256), way)

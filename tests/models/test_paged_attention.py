@@ -62,7 +62,6 @@ class Rows:
         self.write()
 
     def write(self) -> None:
-        """Write all tokens to their blocks."""
         for row, length in enumerate(self.lengths.tolist()):
             positions = torch.arange(length)
             slots = self.tables[row].long()[positions // self.block_size] * self.block_size
@@ -70,7 +69,6 @@ class Rows:
             write_tokens(self.key_blocks, self.value_blocks, self.keys[row], self.values[row], slots)
 
     def attend(self, scale: float = 0.25, window: int = 0, **options: Any) -> torch.Tensor:
-        """By the kernel."""
         kernel = kernel_for(self.query.shape[1], self.key_blocks, self.value_blocks)
         assert kernel is not None
         result = kernel(self.query, None, None, self.tables, self.lengths, scale, window, **options)
@@ -80,7 +78,6 @@ class Rows:
     def exact(
         self, scale: float = 0.25, window: int = 0, softcap: float = 0.0, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """By torch, in float64."""
         rows = []
         for query, keys, values in zip(self.query.double(), self.keys, self.values, strict=True):
             key_heads = keys.shape[1]

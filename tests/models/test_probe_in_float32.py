@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from hf_triton.runner.float32 import in_float32
 from hf_triton.runner.model_runner import PACKED
-from hf_triton.runner.way_probe import WayProbe, find_way, probe_ways, short_windows
+from hf_triton.runner.way_probe import WayProbe, find_way, short_windows
 from tests.support.architectures import CONTINUOUS, STATES, WHOLE, load
 from tests.support.deep_models import (
     STEP_FAULTS,
@@ -85,10 +85,10 @@ def memory_of(model: Any) -> dict[str, tuple[int, torch.dtype, int]]:
 )
 def test_half_precision_chooses_the_way_of_float32(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model = load(name, tmp_path)
-    exact = probe_ways(model)
+    exact = find_way(model).way
     model.to(dtype)
     before = memory_of(model)
-    assert probe_ways(model) == exact
+    assert find_way(model).way == exact
     assert memory_of(model) == before
 
 
@@ -230,7 +230,7 @@ MEASURED = """
 import resource, torch
 from hf_triton.runner import model_comparison
 from hf_triton.runner.float32 import largest_layer_bytes
-from hf_triton.runner.way_probe import probe_ways
+from hf_triton.runner.way_probe import find_way
 from tests.support.deep_models import build_deep
 
 def peak():
@@ -238,10 +238,10 @@ def peak():
 
 torch.set_num_threads(1)
 model_comparison.NEAR = -1.0
-probe_ways(build_deep("llama", 2, 1))
+find_way(build_deep("llama", 2, 1)).way
 model = build_deep("llama", 8, 1, intermediate_size=32768)
 before = peak()
-assert probe_ways(model) is not None
+assert find_way(model).way is not None
 print(sum(own.numel() * 2 for own in model.parameters()), largest_layer_bytes(model), peak() - before)
 """
 

@@ -148,7 +148,6 @@ class Layer:
             return attend(MODULE, self.query, self.keys, self.values, mask, scaling=0.3, **options)[0]
 
     def exact(self, rule: Rule | None, softcap: float | None = None, s_aux: torch.Tensor | None = None) -> torch.Tensor:
-        """In float64, sequence by sequence."""
         outputs, first = [], 0
         for (start, end), (keys, values) in zip(self.parts, self.tokens, strict=True):
             query = self.query[0, :, first : first + end - start].double()

@@ -37,7 +37,6 @@ for line in sys.stdin:
 
 @pytest.fixture(autouse=True)
 def four_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Four cores, four threads, and no other model on them."""
     monkeypatch.setattr(threads, "SHARED", tmp_path)
     monkeypatch.setattr(threads, "available_cores", lambda: [0, 1, 2, 3])
     before = torch.get_num_threads()
@@ -47,8 +46,6 @@ def four_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 
 class Other:
-    """A process beside this one."""
-
     def __init__(self, folder: Path) -> None:
         pipe = subprocess.PIPE
         self.process = subprocess.Popen([sys.executable, "-c", OTHER, str(folder)], stdin=pipe, stdout=pipe, text=True)
@@ -77,7 +74,6 @@ def start_other(tmp_path: Path) -> Iterator[Callable[[], Other]]:
 
 @contextmanager
 def fcntl_calls() -> Iterator[list[object]]:
-    """The calls of fcntl(2) while it is entered."""
     calls: list[object] = []
 
     def note(frame: FrameType, event: str, argument: object) -> None:

@@ -56,7 +56,6 @@ def load(folder: Path, architecture: str = "llama") -> tuple[Any, dict[str, Any]
 
 
 def generate(model: Any, tokenizer: Any, prompts: list[str], architecture: str = "llama") -> list[list[int]]:
-    """New tokens of each prompt, greedy."""
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     # An encoder's positions count from the left edge, so padding there would move the prompt.
     tokenizer.padding_side = "right" if architecture in ENCODER_DECODERS else "left"

@@ -14,7 +14,7 @@ from hf_triton.engine.batch_engine import BatchEngine
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.runner import way_probe
 from hf_triton.runner.model_runner import Way
-from hf_triton.runner.way_probe import probe_ways
+from hf_triton.runner.way_probe import find_way
 from hf_triton.sampling.params import SamplingParams
 from tests.support.architectures import BASE, CONTINUOUS, build, load
 from tests.support.engine import Client, check, prompts, start_engine
@@ -42,7 +42,7 @@ def llama(**changes: Any) -> Any:
     ],
 )
 def test_the_first_right_way_is_taken(name: str, way: Way | None, tmp_path: Path) -> None:
-    assert probe_ways(load(name, tmp_path)) == way
+    assert find_way(load(name, tmp_path)).way == way
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_the_first_right_way_is_taken(name: str, way: Way | None, tmp_path: Path
 )
 def test_a_wrong_way_is_refused(name: str, way: Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(way_probe, "WAYS", (way,))
-    assert probe_ways(load(name, tmp_path)) is None
+    assert find_way(load(name, tmp_path)).way is None
 
 
 class OwnAttention(modeling_llama.LlamaAttention):
@@ -82,7 +82,7 @@ def test_code_of_a_checkpoint_that_attends_in_its_own_way_runs_in_the_batch_engi
     model = llama()
     for layer in model.model.layers:
         layer.self_attn.__class__ = OwnAttention
-    assert probe_ways(model) is None
+    assert find_way(model).way is None
     engine = start_engine(model, max_num_seqs=3, context_length=256)
     try:
         assert isinstance(engine, BatchEngine)
@@ -97,7 +97,7 @@ def test_the_model_is_as_it_was(name: str, implementation: str, tmp_path: Path) 
     model = load(name, tmp_path)
     model.set_attn_implementation(implementation)
     before = observed(model)
-    assert (probe_ways(model) is None) == (name == "gpt-neo")
+    assert (find_way(model).way is None) == (name == "gpt-neo")
     assert observed(model) == before
 
 
@@ -109,10 +109,10 @@ def observed(model: Any) -> tuple[set[str], list[list[int]]]:
 def test_a_model_that_fails_in_a_step_is_as_it_was() -> None:
     model = llama()
     failing = model.model.layers[1].register_forward_pre_hook(fail_in_a_step)
-    assert probe_ways(model) is None
+    assert find_way(model).way is None
     failing.remove()
     assert model.config._attn_implementation == "sdpa"
-    assert probe_ways(model) == PACKED
+    assert find_way(model).way == PACKED
 
 
 def fail_in_a_step(layer: Any, _: object) -> None:

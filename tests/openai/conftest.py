@@ -111,7 +111,6 @@ def encoders(
     make_folder: Callable[..., Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[TritonServer]:
-    """A server with a folder for each of the checkpoints."""
     repository = tmp_path_factory.mktemp("repository")
     more: dict[str, dict[str, object]] = {
         "minilm": {"adapters": json.dumps({"law": str(encoder_adapters["law"])})},

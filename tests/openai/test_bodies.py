@@ -55,8 +55,6 @@ PART = '{"type":"text","text":"a"}'
 
 
 class Gateway(NamedTuple):
-    """A running gateway."""
-
     url: str
     port: int
     pid: int

@@ -13,12 +13,6 @@ from tests.support.gateway import GatewayThread
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello!"}]
 BODY = {"model": "demo", "messages": HELLO, "max_tokens": 8}
-SCHEMA = {
-    "type": "object",
-    "properties": {"yes": {"type": "boolean"}, "count": {"type": "integer", "minimum": 0, "maximum": 99}},
-    "required": ["yes", "count"],
-    "additionalProperties": False,
-}
 
 
 def post(gateway: GatewayThread, body: Any, path: str = "/v1/chat/completions") -> Any:

@@ -162,11 +162,9 @@ def _environment(home: Path) -> dict[str, str]:
 
 
 def _files(turn: int) -> dict[str, str]:
-    """What a turn writes, by name."""
     return {f"{turn}-{number}.txt": f"{TEXT} {number}\n" for number in range(NUM_CALLS)}
 
 
 def _check(project: Path, num_turns: int) -> None:
-    """Each file of each turn is there, and no other."""
     written = {path.name: path.read_text(encoding="utf-8") for path in project.glob("*.txt")}
     assert written == {name: text for turn in range(num_turns) for name, text in _files(turn).items()}

@@ -70,14 +70,3 @@ def test_agent(client: openai.OpenAI, choice: Any, is_streamed: bool) -> None:
     last = answer(client, messages, "none", is_streamed)
     assert not last.message.tool_calls
     assert last.message.content
-
-
-def test_streamed_calls_are_those_of_the_whole_answer(client: openai.OpenAI) -> None:
-    messages: list[Any] = [{"role": "user", "content": "What is 3 and 4?"}]
-    whole, streamed = (answer(client, messages, "required", is_streamed) for is_streamed in (False, True))
-    calls = [
-        [(call.function.name, json.loads(call.function.arguments)) for call in each.message.tool_calls]
-        for each in (whole, streamed)
-    ]
-    assert calls[0] == calls[1]
-    assert all(call.id.startswith("call_") for each in (whole, streamed) for call in each.message.tool_calls)

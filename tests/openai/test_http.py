@@ -22,7 +22,6 @@ CHAT = "/v1/chat/completions"
 
 @pytest.fixture(scope="module")
 def alone() -> Iterator[GatewayThread]:
-    """A gateway without a Triton."""
     with GatewayThread(GatewayConfig(triton="127.0.0.1:1", port=0)) as gateway:
         yield gateway
 

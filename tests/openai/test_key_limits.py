@@ -49,7 +49,6 @@ def keys(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def alone(keys: Path) -> Iterator[GatewayThread]:
-    """A gateway without a Triton."""
     with GatewayThread(GatewayConfig(triton="127.0.0.1:1", port=0, api_key_file=keys)) as gateway:
         yield gateway
 

@@ -87,7 +87,6 @@ def quick_server(quick: Path) -> Iterator[TritonServer]:
 
 @pytest.fixture
 def server(quick_server: TritonServer) -> TritonServer:
-    """A server of the quick models, of which none is loaded."""
     for name in NAMES:
         unload(quick_server, name)
     return quick_server
@@ -291,7 +290,6 @@ def test_triton_that_loads_by_itself_is_refused(quick: Path) -> None:
 
 
 def stub_pids(server: TritonServer) -> list[int]:
-    """The model processes of a server."""
     assert server.process is not None
     pids = []
     for stat in Path("/proc").glob("[0-9]*/stat"):

@@ -55,7 +55,6 @@ def chat(open_page: Callable[..., Chat], url: str) -> Chat:
 
 
 def answer(chat: Chat, path: str, body: object) -> None:
-    """Answer requests for a path with a body, in all tabs of the chat."""
     chat.page.context.route(f"**/v1/{path}", lambda route: route.fulfill(json=body))
 
 

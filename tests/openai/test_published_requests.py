@@ -179,11 +179,3 @@ def test_load_generators_stream(gateway: GatewayThread, name: str) -> None:
     for chunk in chunks if path == CHAT else ():  # OpenAI's type of completions has no chunks
         ChatCompletionChunk.model_validate(chunk, strict=True)
     assert chunks[-1]["usage"]["completion_tokens"] == 8
-
-
-def test_tokenize_and_back(gateway: GatewayThread) -> None:
-    tokens = post(gateway, "/tokenize", {"model": "tiny", "prompt": "Hello!"}).json()
-    assert tokens["count"] == len(tokens["tokens"])
-    assert "Hello!" in post(gateway, "/detokenize", {"model": "tiny", "tokens": tokens["tokens"]}).json()["prompt"]
-    chat = post(gateway, "/tokenize", asks("Hello!", add_generation_prompt=True)).json()
-    assert chat["count"] > tokens["count"]

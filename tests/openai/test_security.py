@@ -38,7 +38,6 @@ def keys(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def alone(keys: Path) -> Iterator[GatewayThread]:
-    """A gateway with keys and without a Triton."""
     with GatewayThread(GatewayConfig(triton="127.0.0.1:1", port=0, api_key_file=keys)) as gateway:
         yield gateway
 

@@ -200,7 +200,6 @@ def test_no_thinking_on_the_chat(agents: GatewayThread, fields: dict[str, Any]) 
     check((message.get("reasoning_content", ""), message["content"]), thinks=False)
 
 
-TYPES = "'enabled', 'disabled' or 'adaptive'"
 WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     (
         CHAT,

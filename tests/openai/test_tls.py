@@ -59,7 +59,6 @@ class Fleet:
         )
 
     def options(self, **changes: Any) -> list[str]:
-        """Those of a command."""
         fields = {**self.address.model_dump(exclude_none=True), **changes}
         return [f"--{name.replace('_', '-')}={value}" for name, value in fields.items() if value is not None]
 

@@ -100,21 +100,3 @@ def test_parse_gives_the_object_or_says_that_it_was_cut(client: openai.OpenAI) -
     assert client.chat.completions.parse(**asked, max_tokens=length).choices[0].finish_reason == "stop"
     with pytest.raises(openai.LengthFinishReasonError):
         client.chat.completions.parse(**asked, max_tokens=length - 1)
-
-
-def test_no_tools_give_no_call(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(model="demo", messages=HELLO, max_tokens=5, tools=[], tool_choice="auto")
-    assert answer.choices[0].message.content
-    assert not answer.choices[0].message.tool_calls
-
-
-def test_tool_loop_goes_on_with_the_result(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(model="tiny", tool_choice=NAMED, **ASKED)
-    message = answer.choices[0].message
-    assert message.tool_calls
-    result = {"role": "user", "content": "It is sunny."}  # the tiny template has no role `tool`
-    again = client.chat.completions.create(
-        model="tiny", messages=[*HELLO, message.model_dump(exclude_none=True), result], max_tokens=4
-    )
-    assert again.usage is not None
-    assert again.usage.completion_tokens == 4

@@ -150,7 +150,6 @@ def test_patterns_that_take_for_ever_stop_no_request(server: TritonServer, root:
 
 
 def _wait_for(server: TritonServer, adapter: str) -> str:
-    """A completion with an adapter, once it is there."""
     give_up_s = time.monotonic() + 10
     while "error" in (answer := generate(server, "llama", PROMPT, lora_name=adapter).json()):
         assert time.monotonic() < give_up_s, answer

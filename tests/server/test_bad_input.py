@@ -203,20 +203,6 @@ def test_out_of_range_value_is_refused_at_every_endpoint(server: TritonServer, n
         assert_refused(answer, statuses, rf"invalid_parameter: {name} must be {ALLOWED[name]}, got \S+", server)
 
 
-NOT_SCALARS = [None, [5], {"a": 5}]
-
-
-@pytest.mark.parametrize("value", NOT_SCALARS, ids=["null", "list", "object"])
-def test_a_parameter_that_is_no_scalar_is_refused_by_triton(server: TritonServer, value: object) -> None:
-    name = "max_new_tokens"
-    for ask in (
-        to_generate({"text_input": "x", name: value}),
-        to_generate({"text_input": "x", "parameters": {name: value}}),
-        to_infer_inputs(tensor(), parameters={name: value}),
-    ):
-        assert_refused(ask(server), BAD_REQUEST, f"parameter '{name}' has invalid type", server)
-
-
 NONE_LIKE_IT = r"; the nearest are \w+, \w+ and \w+, and docs/requests\.md lists all"
 NO_SUCH = {
     "text_inpt": r", did you mean 'text_input'\?",

@@ -147,10 +147,6 @@ def test_prompt_is_returned_unchanged_before_the_continuation(
     assert ask(server, model, [text], exclude_input_in_output=True) == [new]
 
 
-def test_all_prompts_in_one_request(server: TritonServer) -> None:
-    assert ask(server, "flat", list(TEXTS.values())) == [ask(server, "flat", [text])[0] for text in TEXTS.values()]
-
-
 def test_empty_prompt_is_refused_if_the_model_has_no_bos_token(server: TritonServer) -> None:
     refused = infer(server, "no_beginning", ["fine", ""])
     assert refused.status == 400
@@ -204,18 +200,6 @@ def test_an_answer_depends_on_its_prompt_alone(
 SAMPLED = {"temperature": 1.5, "max_new_tokens": 12}
 
 
-def test_output_depends_on_the_seed(server: TritonServer) -> None:
-    first, again = (ask(server, "flat", ["The river"], seed=11, **SAMPLED) for _ in range(2))
-    assert first == again
-    assert first != ask(server, "flat", ["The river"], seed=12, **SAMPLED)
-
-
-def test_one_seed_for_many_prompts_is_the_seed_of_each(server: TritonServer) -> None:
-    together = ask(server, "flat", ["The river", "The river", "bread"], seed=11, **SAMPLED)
-    assert together[0] == together[1] == ask(server, "flat", ["The river"], seed=11, **SAMPLED)[0]
-    assert together[2] == ask(server, "flat", ["bread"], seed=11, **SAMPLED)[0]
-
-
 def test_output_varies_without_a_seed(server: TritonServer) -> None:
     """Twelve tokens at temperature 1.5: two equal texts among eight are less likely than 1e-6."""
     answers = ask(server, "flat", ["The river"] * 8, **SAMPLED)
@@ -240,13 +224,6 @@ def test_sequences_of_a_prompt_are_adjacent(
         assert all(answer.startswith(text) for answer in own)
         assert len(set(own)) == 3
         assert own == ask(server, model, [text], **asked)
-
-
-def test_the_prompt_can_be_left_out(server: TritonServer) -> None:
-    (whole,) = ask(server, "flat", ["The river"], exclude_input_in_output=False)
-    (new,) = ask(server, "flat", ["The river"], exclude_input_in_output=True)
-    assert whole == "The river" + new
-    assert [whole] == ask(server, "flat", ["The river"])
 
 
 # --- every way of giving parameters ----------------------------------------------------------------------------------
@@ -284,23 +261,14 @@ WAYS: dict[str, Callable[[TritonServer], Reply]] = {
     "generate keys": lambda server: generate(server, "flat", "The river", **PARAMETERS),
     "generate parameters": lambda server: generate(server, "flat", "The river", parameters=PARAMETERS),
     "aliases, infer": lambda server: infer(server, "flat", ["The river"], parameters=ALIASED),
-    "aliases, generate": lambda server: generate(server, "flat", "The river", **ALIASED),
-    "max_completion_tokens": lambda server: generate(
-        server,
-        "flat",
-        "The river",
-        **{"max_completion_tokens" if key == "max_tokens" else key: value for key, value in ALIASED.items()},
-    ),
     "request id": lambda server: generate(server, "flat", "The river", id="42", **PARAMETERS),
     "input tensors": lambda server: post(server, "/v2/models/inputs/infer", {"inputs": [_prompt(), *TENSORS]}),
     "inputs, generate keys": lambda server: generate(server, "inputs", "The river", **PARAMETERS),
-    "inputs, infer parameters": lambda server: infer(server, "inputs", ["The river"], parameters=PARAMETERS),
     "half and half": lambda server: post(
         server,
         "/v2/models/inputs/infer",
         {"inputs": [_prompt(), *TENSORS[:4]], "parameters": dict(list(PARAMETERS.items())[4:])},
     ),
-    "keys in any order": lambda server: generate(server, "flat", "The river", **dict(reversed(PARAMETERS.items()))),
 }
 
 

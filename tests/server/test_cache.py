@@ -63,7 +63,6 @@ def texts_of(server: TritonServer, *models: str) -> dict[str, str]:
 
 
 def command_lines() -> str:
-    """Of all processes that run."""
     lines = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:

@@ -10,7 +10,7 @@ import tritonclient.grpc as grpcclient
 
 from hf_triton.server import TritonServer
 from tests.support.chat import CHAT
-from tests.support.client import Reply, generate, post
+from tests.support.client import Reply, post
 from tests.support.reference import Reference, load_reference, solo_ids
 from tests.support.standard import StandardServer
 
@@ -62,40 +62,11 @@ def test_messages_may_come_one_by_one(server: TritonServer, reference: Reference
     assert result.as_numpy("text_output").tolist() == [wanted.encode()]
 
 
-def test_the_template_gets_its_arguments(server: TritonServer, reference: Reference) -> None:
-    reply = ask(server, messages=json.dumps(CHAT), chat_template_kwargs='{"enable_thinking": true}')
-    assert reply.json()["text_output"] == answer(reference, CHAT, enable_thinking=True)
-    plain = ask(server, messages=json.dumps(CHAT), add_generation_prompt=False)
-    assert plain.json()["text_output"] == answer(reference, CHAT, add_generation_prompt=False)
-
-
 def test_last_message_can_be_continued(server: TritonServer, reference: Reference) -> None:
     chat = [*CHAT, {"role": "assistant", "content": "To the"}]
     reply = ask(server, messages=json.dumps(chat), continue_final_message=True)
     wanted = answer(reference, chat, add_generation_prompt=False, continue_final_message=True)
     assert reply.json()["text_output"] == wanted
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"messages": "no JSON"}, ["messages"]),
-        ({"messages": json.dumps([{"content": "x"}])}, ["messages[0]", "role"]),
-        ({"messages": json.dumps([{"role": "clown", "content": "x"}])}, ["messages[0].role", "assistant", "clown"]),
-        ({"messages": json.dumps(CHAT), "text_input": "x"}, ["got text_input and messages"]),
-        ({"messages": json.dumps(CHAT), "chat_template_kwargs": '{"tokenize": false}'}, ["tokenize"]),
-        ({"messages": json.dumps(CHAT), "continue_final_message": True}, ["assistant"]),
-        ({"text_input": "x", "add_generation_prompt": True}, ["add_generation_prompt", "without messages"]),
-        ({}, ["text_input, messages"]),
-    ],
-    ids=str,
-)
-def test_a_bad_chat_is_refused(server: TritonServer, fields: dict[str, object], words: list[str]) -> None:
-    reply = ask(server, **fields)
-    assert reply.status == 400
-    for word in words:
-        assert word in reply.error
-    assert generate(server, "plain", "still there", max_new_tokens=1).status == 200
 
 
 def test_a_model_without_a_template_says_so(server: TritonServer) -> None:

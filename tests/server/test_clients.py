@@ -221,31 +221,6 @@ def test_many_at_once_in_one_event_loop(module: Any, server: TritonServer, wante
     assert asyncio.run(ask_all()) == [[text] for text in wanted * 6]
 
 
-def test_one_stream_carries_many_requests_each_answered_by_its_id(server: TritonServer, wanted: list[str]) -> None:
-    answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
-    with grpcclient.InferenceServerClient(server.grpc_url) as client:
-        client.start_stream(lambda result, error: answers.put((result, error)))
-        for number, text in enumerate(TEXTS * 4):
-            client.async_stream_infer(
-                "plain", inputs_of(grpcclient, [text]), request_id=str(number), parameters=PARAMETERS
-            )
-        client.stop_stream()
-    by_id = {}
-    while not answers.empty():
-        result, error = answers.get()
-        assert error is None, error
-        by_id[int(result.get_response().id)] = texts_of(result)
-    assert [by_id[number] for number in range(len(TEXTS) * 4)] == [[text] for text in wanted * 4]
-
-
-def test_http_async_infer_keeps_each_answer_with_its_question(server: TritonServer, wanted: list[str]) -> None:
-    with httpclient.InferenceServerClient(http_url(server), concurrency=8, network_timeout=TIMEOUT_S) as client:
-        pending = [
-            client.async_infer("plain", inputs_of(httpclient, [text]), parameters=PARAMETERS) for text in TEXTS * 4
-        ]
-        assert [texts_of(each.get_result()) for each in pending] == [[text] for text in wanted * 4]
-
-
 @pytest.mark.parametrize("is_binary", [True, False], ids=["binary", "json"])
 def test_http_tensors_in_both_forms(is_binary: bool, server: TritonServer, wanted: list[str]) -> None:
     tensor = httpclient.InferInput("text_input", [len(TEXTS)], "BYTES")

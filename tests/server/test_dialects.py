@@ -407,11 +407,6 @@ def test_tensorrt_llms_curl(server: TritonServer, model: str, whole: str) -> Non
     assert generate(server, model, PROMPT, **fields).json()["text_output"] == whole
 
 
-def test_tensorrt_llms_stop_false_stops_nothing(server: TritonServer, whole: str) -> None:
-    reply = infer(server, PLAIN, [PROMPT], parameters={"max_tokens": NUM_TOKENS, "stop": False})
-    assert reply.json()["outputs"][0]["data"] == [whole]
-
-
 # --- the generate extension ------------------------------------------------------------------------------------------
 
 
@@ -582,11 +577,6 @@ def test_cancel_without_an_id_is_refused(server: TritonServer) -> None:
         400,
         "invalid_parameter: cancel true cancels the requests of the same id: add the id",
     )
-
-
-def test_cancel_with_a_misspelt_parameter_is_refused(server: TritonServer) -> None:
-    reply = cancel(server, PLAIN, id="r1", max_newtokens=5)
-    assert reply.error.startswith("unknown_parameter: there is no parameter 'max_newtokens'")
 
 
 @pytest.mark.parametrize(("model", "name"), [(PLAIN, "cancel"), (FLAT, "stop"), (BATCHED, "stop")])

@@ -32,7 +32,6 @@ READY: dict[str, tuple[str, str, dict[str, Any]]] = {
 FAMILIES = {"sentiment": "distilbert", "ner": "bert", "qa": "roberta", "reranker": "xlm-roberta"}
 MASKS = "acme/masks"
 """A name on the Hub: on the first start no file of it is on disk."""
-INFERRED = {"masks": "masks", "scores": "sequence"}
 LABELS = {"id2label": {0: "contradiction", 1: "entailment"}, "label2id": {"contradiction": 0, "entailment": 1}}
 
 
@@ -197,21 +196,8 @@ def test_mlserver_gets_json_of_each_task(server: TritonServer, model: str) -> No
 BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "no text": ("sentiment", {}, "text is missing"),
     "generation": ("sentiment", {"text": "a", "max_tokens": 5}, "max_tokens is a parameter of text generation"),
-    "too many labels": ("sentiment", {"text": "a", "top_k": 3}, "top_k must be an integer >= 1 and <= 2, got 3"),
-    "half a word": ("sentiment", {"text": "a", "topk": 1}, "did you mean 'top_k'"),
     "question alone": ("qa", {"question": "Who?"}, "context is missing"),
-    "empty context": ("qa", {"question": "Who?", "context": ""}, "context is empty"),
-    "text for a question": ("qa", {"text_input": "Who?"}, "text_input is a parameter of text generation"),
-    "documents alone": ("reranker", {"documents": ["a"]}, "query is missing"),
-    "query alone": ("reranker", {"query": "a"}, "documents is missing"),
     "no documents": ("reranker", {"query": "a", "documents": []}, ""),
-    "too long": ("reranker", {"query": "a", "documents": ["bad " * 200]}, "tokens, more than the"),
-    "no mask": ("masks", {"text": "none"}, "the text has no <mask>"),
-    "unknown target": ("masks", {"text": "<mask>", "targets": ["nowhere"]}, "targets holds 'nowhere'"),
-    "no labels": ("labels", {"text": "a"}, "candidate_labels is missing"),
-    "one label twice": ("labels", {"text": "a", "candidate_labels": ["a", "a"]}, "names a label twice"),
-    "unknown strategy": ("ner", {"text": "a", "aggregation_strategy": "mean"}, "must be one of `none`"),
-    "stride alone": ("ner", {"text": "a", "stride": 3}, "stride needs an aggregation_strategy"),
 }
 
 

@@ -21,8 +21,6 @@ from tests.support.sentence_checkpoints import TEXTS, real_checkpoint, reference
 from tests.support.vectors import TOLERANCE, ask, vectors_of
 
 BGE = "BAAI/bge-large-zh-v1.5"
-NEIGHBOURS = {0: [1], 3: [4]}
-"""In TEXTS, the texts that mean nearly the same."""
 
 
 @pytest.fixture(scope="module")
@@ -72,14 +70,6 @@ def test_grpc_equals_sentence_transformers(server: TritonServer, expected: npt.N
         client.close()
     assert vectors.dtype == np.float32
     np.testing.assert_allclose(vectors, expected, atol=TOLERANCE)
-
-
-def test_nearest_texts_are_those_that_mean_the_same(server: TritonServer) -> None:
-    vectors = vectors_of(ask(server, "minilm", "text", TEXTS))
-    likeness = vectors @ vectors.T - 2 * np.eye(len(TEXTS))
-    for text, (nearest,) in NEIGHBOURS.items():
-        assert likeness[text].argmax() == nearest
-        assert likeness[nearest].argmax() == text
 
 
 def test_texts_of_many_clients_get_their_own_vectors(server: TritonServer, expected: npt.NDArray[np.float32]) -> None:
@@ -139,10 +129,6 @@ def test_frontend_of_the_vllm_backend_reads_its_form(server: TritonServer, expec
 
 REFUSED = {
     "too long": ({"text": "word " * 300}, "the text has 302 tokens, more than the 256 of the model"),
-    "a generation parameter": ({"text": "a", "max_new_tokens": 4}, "of text generation"),
-    "no text": ({"dimensions": 4}, "there is no text"),
-    "too many dimensions": ({"text": "a", "dimensions": 385}, "dimensions must be an integer >= 1 and <= 384"),
-    "another prompt": ({"text": "a", "prompt_name": "query"}, "prompt_name must be a prompt of the model"),
 }
 
 

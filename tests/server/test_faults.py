@@ -90,7 +90,6 @@ def start(repository: Path, *models: str) -> TritonServer:
 
 
 def in_background(*calls: Callable[[], object]) -> list[Future[object]]:
-    """Each call in a thread that is not waited for."""
     pool = ThreadPoolExecutor(len(calls))
     futures = [pool.submit(call) for call in calls]
     pool.shutdown(wait=False)

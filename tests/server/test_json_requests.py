@@ -65,43 +65,6 @@ def test_stop_strings_are_json_arrays(server: TritonServer, model: str, name: st
         assert answer(server, model, text_input=PROMPT, **fields)["text_output"] == before(whole, stop)
 
 
-@pytest.mark.parametrize("is_nested", [False, True], ids=["beside the text", "in parameters"])
-@pytest.mark.parametrize("model", MODELS)
-def test_bad_words_are_json_arrays(server: TritonServer, model: str, is_nested: bool, whole: str) -> None:
-    bad = next(letter for letter in whole if letter.isascii() and letter.isalpha())
-    fields = {"bad_words": ["never", bad]}
-    sent: dict[str, Any] = {"parameters": fields} if is_nested else fields
-    assert answer(server, model, text_input=PROMPT, **sent)["text_output"] != whole
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_arrays_of_nothing_ask_for_nothing(server: TritonServer, model: str, whole: str) -> None:
-    nothing = [""]
-    """TensorRT-LLM's and LiteLLM's bodies."""
-    fields = {"stop_words": nothing, "bad_words": nothing}
-    assert answer(server, model, text_input=PROMPT, **fields)["text_output"] == whole
-    assert answer(server, model, text_input=PROMPT, parameters=fields)["text_output"] == whole
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_outputs_come_only_if_asked_for(server: TritonServer, model: str) -> None:
-    assert answer(server, model, text_input=PROMPT).keys() == {"model_name", "model_version", "text_output"}
-    told = answer(server, model, text_input=PROMPT, return_token_ids=True)
-    assert told.keys() == {"model_name", "model_version", "text_output", "token_ids"}
-
-
-@pytest.mark.parametrize("model", [PLAIN, DOOR])
-def test_null_is_not_given_in_sampling_parameters(server: TritonServer, model: str, whole: str) -> None:
-    said = json.dumps({"stop": None, "bad_words": None, "temperature": None, "guided_decoding": None})
-    assert answer(server, model, text_input=PROMPT, sampling_parameters=said)["text_output"] == whole
-
-
-@pytest.mark.parametrize("name", ["stop", "temperature"])
-def test_triton_itself_refuses_null(server: TritonServer, name: str) -> None:
-    """Where this begins to pass, docs/requests.md can leave it out."""
-    assert ask(server, PLAIN, text_input=PROMPT, **{name: None}).status in (400, 500)
-
-
 # --- chats -----------------------------------------------------------------------------------------------------------
 
 
@@ -158,44 +121,6 @@ def test_token_ids_are_a_parameter_over_grpc(
     assert sum(map(len, pieces)) == NUM_TOKENS
 
 
-@pytest.mark.parametrize(
-    ("fields", "sentence"),
-    [
-        (
-            {"prompt_token_ids": [1, 2_000_000]},
-            "invalid_input: prompt_token_ids[1] is 2000000, and the model's token ids are below",
-        ),
-        ({"prompt_token_ids": [3, -1]}, "invalid_input: prompt_token_ids[1] must be an integer >= 0"),
-        ({"prompt_token_ids": [5] * 300}, "context_exceeded: prompt_token_ids has 300 tokens, and the context of"),
-        ({"prompt_token_ids": [5] * 10_000}, "context_exceeded: prompt_token_ids has 80000 bytes, more than"),
-        ({"prompt_token_ids": [5], "text_input": "x"}, "invalid_input: give one of text_input, messages, prompt_tok"),
-        ({"prompt_token_ids": []}, "invalid_input: prompt_token_ids must be a JSON array of 1 or more"),
-        (
-            {"text_input": "x", "truncate_prompt_tokens": 0},
-            "invalid_parameter: truncate_prompt_tokens must be -1 or an integer >= 1, got 0",
-        ),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("model", [PLAIN, DOOR])
-def test_impossible_token_ids_are_refused(
-    server: TritonServer, model: str, fields: dict[str, object], sentence: str
-) -> None:
-    reply = ask(server, model, **fields)
-    assert reply.error.startswith(sentence)
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_a_long_prompt_is_truncated_on_request(server: TritonServer, model: str, reference: Reference) -> None:
-    text = f"{PROMPT}, " * 60
-    assert ask(server, model, text_input=text, max_tokens=4).error.startswith("context_exceeded")
-    told = answer(server, model, text_input=text, max_tokens=4, truncate_prompt_tokens=7, return_prompt_token_ids=True)
-    assert json.loads(told["prompt_token_ids"]) == reference.tokenizer(text).input_ids[-7:]
-    fields = {"max_tokens": 4, "truncate_prompt_tokens": -1, "return_num_input_tokens": True}
-    longest = answer(server, model, text_input=text, **fields)["num_input_tokens"]
-    assert answer(server, model, text_input=text, **{**fields, "max_tokens": 9})["num_input_tokens"] == longest - 5
-
-
 # --- tokenizing ------------------------------------------------------------------------------------------------------
 
 
@@ -250,64 +175,6 @@ def test_tokenizing_is_one_event_of_a_stream(server: TritonServer, model: str) -
 
 
 # --- stops and guides of other servers -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_the_stop_string_may_stay(server: TritonServer, model: str, whole: str) -> None:
-    stop = whole[5:7]
-    fields = {"stop": [stop], "include_stop_str_in_output": True, "return_finish_reason": True}
-    told = answer(server, model, text_input=PROMPT, **fields)
-    assert (told["text_output"], told["finish_reason"]) == (before(whole, stop) + stop, "stop")
-
-
-@pytest.mark.parametrize("model", [PLAIN, DOOR])
-def test_stop_tokens_end_a_completion(server: TritonServer, model: str) -> None:
-    token_ids = json.loads(answer(server, model, text_input=PROMPT, return_token_ids=True)["token_ids"])
-    stop = next(token_id for token_id in token_ids[1:] if token_id != token_ids[0])
-    fields: dict[str, Any] = {"return_token_ids": True, "return_finish_reason": True}
-    for said in (
-        {"stop_token_ids": json.dumps([stop])},
-        {"sampling_parameters": json.dumps({"stop_token_ids": [stop]})},
-    ):
-        told = answer(server, model, text_input=PROMPT, **fields, **said)
-        assert json.loads(told["token_ids"]) == token_ids[: token_ids.index(stop)]
-        assert told["finish_reason"] == "stop"
-
-
-GUIDES: dict[str, dict[str, object]] = {
-    "vLLM": {"structured_outputs": '{"choice": ["north", "south"]}'},
-    "vLLM, formerly": {"guided_decoding": '{"regex": "north|south"}'},
-    "vLLM, packed": {"sampling_parameters": '{"structured_outputs": {"choice": ["north", "south"]}}'},
-    "TensorRT-LLM": {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "north|south"},
-}
-
-
-@pytest.mark.parametrize("case", GUIDES)
-def test_the_guides_of_other_servers_are_followed(server: TritonServer, case: str) -> None:
-    model = PLAIN
-    told = answer(server, model, text_input=PROMPT, end_id=2, **GUIDES[case])
-    assert told["text_output"] in ("north", "south")
-
-
-@pytest.mark.parametrize("model", [PLAIN, DOOR])
-def test_a_variable_that_the_template_does_not_read_changes_nothing(server: TritonServer, model: str) -> None:
-    chat = json.dumps(CHAT)
-    hints = {"reasoning_effort": "low", "chat_template_kwargs": '{"enable_thinking": false}'}
-    hinted = answer(server, model, messages=chat, **hints)
-    assert hinted["text_output"] == answer(server, model, messages=chat)["text_output"]
-
-
-@pytest.mark.parametrize("model", [PLAIN, DOOR])
-def test_an_answer_of_another_server_is_taken_back(server: TritonServer, model: str) -> None:
-    call = {"id": "a1", "type": "function", "function": {"name": "f", "arguments": "{bad"}}
-    past = {"role": "assistant", "content": "Hello", "annotations": [], "refusal": None, "reasoning": "hm"}
-    turns = [*CHAT, past, *CHAT, {"role": "assistant", "content": None, "tool_calls": [call]}, *CHAT]
-    assert answer(server, model, messages=json.dumps(turns))["text_output"]
-
-
-def test_allowed_token_ids_are_refused_by_name(server: TritonServer) -> None:
-    reply = ask(server, PLAIN, text_input=PROMPT, sampling_parameters='{"allowed_token_ids": [1]}')
-    assert reply.error.startswith("unknown_parameter: there is no parameter 'allowed_token_ids' (constrain the text")
 
 
 # --- tensors ---------------------------------------------------------------------------------------------------------

@@ -140,22 +140,6 @@ def test_deltas_come_while_tokens_are_decided(server: TritonServer) -> None:
     assert len([piece for piece in pieces if piece]) > 2
 
 
-@pytest.mark.parametrize("fields", [{}, {"tools": TOOLS, "tool_choice": "none"}], ids=["no tools", "none"])
-def test_a_call_without_tools_is_content(server: TritonServer, fields: dict[str, object]) -> None:
-    text = f"</think>{CALL}"
-    assert message(server, text, **fields) == {"role": "assistant", "content": CALL}
-
-
-def test_a_malformed_call_is_content(server: TritonServer) -> None:
-    broken = '<tool_call>{"name": weather}</tool_call>'
-    for text in (f"{broken} {CALL}", f"{CALL}{broken}"):
-        answer = message(server, f"</think>{text}", tools=TOOLS)
-        assert answer["content"] == broken
-        assert len(answer["tool_calls"]) == 1
-        pieces = deltas(server, f"</think>{text}", "writes_stream", tools=TOOLS)
-        assert without_ids(joined(pieces)) == without_ids(answer)
-
-
 def test_a_message_equals_the_text_without_a_response_template(server: TritonServer) -> None:
     reply = ask(server, f"a</think>{CALL} ", "unparsed", tools=TOOLS).json()
     assert json.loads(reply["message"]) == {"role": "assistant", "content": reply["text_output"]}
@@ -224,63 +208,3 @@ def test_an_answer_follows_thinking_of_a_budget(server: TritonServer, budget: in
     tools = {} if choice is None else {"tools": TOOLS}
     free = message(server, None, "free", thinking_budget=400, max_new_tokens=budget or 1, **tools)
     assert budget == 0 or free["reasoning_content"] == whole["reasoning_content"]
-
-
-ANSWER = '{"city": "Köln", "days": 2}'
-
-
-@pytest.mark.parametrize(
-    ("fields", "message_of"),
-    [
-        ({"response_format": SCHEMA}, {"content": ANSWER, "reasoning_content": "Hm, {so}."}),
-        ({"guided_choice": [ANSWER, "no"]}, {"content": ANSWER, "reasoning_content": "Hm, {so}."}),
-        ({"guided_choice": ["no"], "max_new_tokens": 4}, {"content": None, "reasoning_content": "Hm,"}),
-        ({"response_format": SCHEMA, "stop_strings": ["so}"]}, {"content": None, "reasoning_content": "Hm, {"}),
-        (
-            {"response_format": SCHEMA, "stop_strings": ["days"]},
-            {"content": ANSWER[:18], "reasoning_content": "Hm, {so}."},
-        ),
-    ],
-)
-def test_a_schema_leaves_thinking_as_the_model_writes_it(
-    server: TritonServer, fields: dict[str, object], message_of: dict[str, Any]
-) -> None:
-    text = f"Hm, {{so}}.\n</think>\n\n{ANSWER}"
-    answer = message(server, text, **fields)
-    assert answer == {"role": "assistant", **message_of}
-    assert joined(deltas(server, text, "writes_stream", **fields)) == answer
-
-
-@pytest.mark.parametrize("name", ["reasoning_effort", "chat_template_kwargs"])
-def test_without_thinking_the_answer_comes_at_once(server: TritonServer, name: str) -> None:
-    value: object = "none" if name == "reasoning_effort" else {"enable_thinking": False}
-    fields = {"response_format": SCHEMA, "thinking_budget": 100, name: value}
-    assert message(server, ANSWER, **fields) == {"role": "assistant", "content": ANSWER}
-
-
-ODD = [{"type": "function", "function": {"name": "odd", "parameters": {"properties": {"x": {"type": "no type"}}}}}]
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"tool_choice": "auto"}, ["tool_choice", "without tools"]),
-        ({"parallel_tool_calls": False}, ["parallel_tool_calls", "without tools"]),
-        ({"tools": TOOLS, "tool_choice": "always"}, ["tool_choice", "auto, none, required", "always"]),
-        (
-            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "rain"}}},
-            ["rain", "weather, ", "forecast"],
-        ),
-        (
-            {"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"},
-            ["guided_regex", "tool_choice"],
-        ),
-        ({"tools": [*TOOLS, *ODD], "tool_choice": "required"}, ["tool_choice", "odd", "no type"]),
-    ],
-    ids=["choice alone", "parallel alone", "no choice", "no function", "also a pattern", "odd schema"],
-)
-def test_a_contradiction_is_refused(server: TritonServer, fields: dict[str, object], words: list[str]) -> None:
-    reply = ask(server, None, "free", **fields)
-    assert reply.status == 400
-    for word in words:
-        assert word.replace("weather, ", "weather") in reply.error

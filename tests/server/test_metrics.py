@@ -216,17 +216,6 @@ def test_cancelled_request_is_running_and_then_counted(server: TritonServer) -> 
         assert by_label(found, name) == by_label(before, name)
 
 
-def test_timed_out_request_is_counted_by_finish_reason(server: TritonServer) -> None:
-    engine = "continuous"
-    before = figures(exported(server), engine)
-    late = {"max_new_tokens": 240, "max_time": 0.5}
-    assert infer(server, engine, ["late"], parameters=late).status == 200
-    found = settled(server, engine, int(outcomes(before).total()) + 1)
-    assert by_label(found, "completions_total")["deadline"] == 1
-    assert found["generation_tokens_total", ""] > before["generation_tokens_total", ""]
-    assert outcomes(found)["ok"] == outcomes(before)["ok"] + 1
-
-
 def test_tokens_of_a_shared_beginning_are_counted(server: TritonServer, num_tokens: Callable[[str], int]) -> None:
     text = "The river goes to the mill, and then to the sea, and what comes after the sea nobody knows. " * 4
     before = settled(server, "continuous", int(outcomes(figures(exported(server), "continuous")).total()))

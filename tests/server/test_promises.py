@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exactly one final response for every request: after internal faults, cancellation, unload, SIGTERM, a fatal error."""
 
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,8 +13,8 @@ import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
-from tests.support.client import Reply, generate, get, infer, post
-from tests.support.gateway import num_running, wait_until
+from tests.support.client import Reply, generate, infer
+from tests.support.gateway import wait_until
 
 pytestmark = pytest.mark.full
 
@@ -160,30 +159,6 @@ def test_cancelled_requests_leave_the_server_and_the_others_alone(server: Triton
         client.close()
     assert server.is_running()
     assert any(error is not None and "CANCELLED" in str(error.status()) for error in errors)
-
-
-@pytest.mark.usefixtures("canary")
-@pytest.mark.full
-def test_unload_answers_requests_in_flight(server: TritonServer) -> None:
-    wait_until(lambda: num_running(server) == 0)  # what others have cancelled
-    running = in_background(lambda: generate(server, "faulty", "slow", max_new_tokens=IS_SLOW), 3)
-    wait_until(lambda: num_running(server) == 2 * 3)  # requests, and their sequences
-    assert post(server, "/v2/repository/models/faulty/unload", {}).status == 200
-    assert [future.result(timeout=60).status for future in running] == [200, 200, 200]
-    assert generate(server, "faulty", "gone", max_new_tokens=4).status in (400, 404, 503)
-    assert post(server, "/v2/repository/models/faulty/load", {}, timeout_s=120).status == 200
-    assert get(server, "/v2/models/faulty/ready").status == 200
-
-
-@pytest.mark.full
-def test_sigterm_answers_requests_in_flight(repository: Path) -> None:
-    with TritonServer(repository, arguments=["--model-control-mode=explicit", "--load-model=faulty"]) as server:
-        running = in_background(lambda: generate(server, "faulty", "slow", max_new_tokens=IS_SLOW), 3)
-        wait_until(lambda: num_running(server) == 2 * 3)  # requests, and their sequences
-        assert server.process is not None
-        server.process.send_signal(signal.SIGTERM)
-        assert [future.result(timeout=60).status for future in running] == [200, 200, 200]
-        assert server.process.wait(timeout=60) == 0
 
 
 def test_a_fatal_error_answers_everyone_and_stops_the_server(repository: Path) -> None:

@@ -11,7 +11,7 @@ from hf_triton.testing import TritonServer
 from tests.support.chat import CHAT
 from tests.support.client import generate, generate_stream, infer, post
 from tests.support.reference import Reference, load_reference
-from tests.support.standard import NUM_TOKENS, StandardServer
+from tests.support.standard import StandardServer
 
 PROMPTS = ["The canary sings", "x", "Where does the river go after the bridge?", "größer 🙂"]
 TOLERANCE = 1e-4
@@ -69,29 +69,6 @@ def test_each_prompt_has_its_own_prompt_logprobs(server: TritonServer, reference
     )
 
 
-def test_sequences_of_a_prompt_have_the_same_prompt_logprobs(server: TritonServer, reference: Reference) -> None:
-    drawn = {"temperature": 1.0, "seed": 3, "num_return_sequences": 3, "prompt_logprobs": 2}
-    outputs = outputs_of(infer(server, "plain", PROMPTS[:2], parameters=drawn))
-    told = outputs["prompt_logprobs"]
-    assert told == [told[0]] * 3 + [told[3]] * 3
-    for prompt, each in zip(PROMPTS, (told[0], told[3]), strict=False):
-        check(each, ids_of(reference, prompt), reference, 2)
-
-
-def test_generate_and_sampling_parameters_give_the_same(server: TritonServer, reference: Reference) -> None:
-    by_name = generate(server, "plain", PROMPTS[0], prompt_logprobs=3).json()
-    packed = generate(server, "plain", PROMPTS[0], sampling_parameters='{"prompt_logprobs": 3}').json()
-    assert by_name == packed
-    check(by_name["prompt_logprobs"], ids_of(reference, PROMPTS[0]), reference, 3)
-
-
-def test_prompt_logprobs_beside_logprobs(server: TritonServer, reference: Reference) -> None:
-    asked = {"return_logprobs": True, "logprobs": 2, "prompt_logprobs": 1}
-    reply = generate(server, "plain", PROMPTS[0], **asked).json()
-    assert len(json.loads(reply["logprobs"])) == NUM_TOKENS
-    check(reply["prompt_logprobs"], ids_of(reference, PROMPTS[0]), reference, 1)
-
-
 def test_prompt_logprobs_of_a_chat_are_of_the_templated_prompt(server: TritonServer, reference: Reference) -> None:
     reply = post(server, "/v2/models/plain/generate", {"messages": json.dumps(CHAT), "prompt_logprobs": 2})
     assert reply.status == 200, reply.body
@@ -130,10 +107,3 @@ def test_cached_prompt_has_all_prompt_logprobs(server: TritonServer, reference: 
         reference,
         1,
     )
-
-
-@pytest.mark.parametrize(("value", "shown"), [(-1, "-1"), (21, "21"), (1.5, "1.5"), ("1", "'1'"), (True, "true")])
-def test_another_number_is_refused_with_those_that_are_allowed(server: TritonServer, value: object, shown: str) -> None:
-    reply = generate(server, "plain", "x", prompt_logprobs=value)
-    sentence = f"prompt_logprobs must be an integer >= 0 and <= 20, got {shown}"
-    assert (reply.status, reply.error) == (400, f"invalid_parameter: {sentence}")

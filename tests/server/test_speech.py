@@ -186,64 +186,6 @@ def test_a_stream_is_the_whole_text(client: openai.OpenAI, served: Served) -> No
     assert events[-1].text == text  # type: ignore[union-attr]
 
 
-FILE = {"file": ("a.wav", WAV)}
-
-
-@pytest.mark.parametrize(
-    ("data", "files", "status", "param", "sentence"),
-    [
-        ({}, FILE, 400, "model", "model is required"),
-        ({"model": "whisper"}, {"other": ("a", b"a")}, 400, None, "there is no field 'other'"),
-        ({"model": "whisper", "file": "a"}, {}, 415, None, "the body must be a form with a file"),
-        ({"model": "whisper"}, {"file": (None, "a")}, 400, "file", "file is required: send the audio as a file"),
-        ({"model": "whisper"}, {"file": ("a", b"")}, 400, "file", "file is empty: give a file of WAV, FLAC"),
-        ({"model": "whisper"}, {"file": ("a", b"no")}, 400, "file", "file is not WAV, FLAC, OGG, MP3 or AIFF"),
-        ({"model": "whisper"}, {"file": ("a", encode(sound(61)))}, 400, "file", "file has 61 s, more than the 60 s"),
-        ({"model": "whisper"}, {"file": ("a", bytes(5 << 20))}, 413, None, "the body has more bytes than"),
-        ({"model": "whisper", "language": "xx"}, FILE, 400, "language", "language must be one of de, en, fr, zh"),
-        ({"model": "whisper", "temperature": "hot"}, FILE, 400, "temperature", "temperature must be a number >= 0"),
-        ({"model": "whisper", "temperature": "nan"}, FILE, 400, "temperature", "temperature must be a number >= 0"),
-        ({"model": "whisper", "response_format": "pdf"}, FILE, 400, "response_format", "response_format must be one"),
-        (
-            {"model": "whisper", "timestamp_granularities[]": "word"},
-            FILE,
-            400,
-            "timestamp_granularities",
-            "timestamp_granularities is for response_format verbose_json",
-        ),
-        (
-            {"model": "whisper", "timestamp_granularities[]": "line", "response_format": "verbose_json"},
-            FILE,
-            400,
-            "timestamp_granularities",
-            "timestamp_granularities",
-        ),
-        ({"model": "whisper", "stream": "true", "response_format": "srt"}, FILE, 400, "stream", "stream true sends"),
-        ({"model": "whisper", "stream": "perhaps"}, FILE, 400, "stream", "stream must be true or false"),
-        ({"model": "whisper", "lang": "de"}, FILE, 400, "lang", "there is no field 'lang', did you mean 'language'"),
-        ({"model": ["whisper", "writer"]}, FILE, 400, "model", "model is given 2 times: give it once"),
-        (
-            {"model": "whisper", "prompt": "x" * 70_000},
-            FILE,
-            400,
-            "prompt",
-            "prompt has 70000 characters, more than the",
-        ),
-        ({"model": "whisper", "prompt": "<|en|>"}, FILE, 400, "prompt", "prompt holds a special token"),
-        ({"model": "nobody"}, FILE, 404, "model", "the model 'nobody' does not exist"),
-        ({"model": "writer"}, FILE, 400, "model", "the model 'writer' is for text-generation"),
-        ({"model": "whisper:tone"}, FILE, 404, "model", "there is no adapter 'tone': models of speech take none"),
-    ],
-)
-def test_wrong_forms(
-    gateway: GatewayThread, data: Any, files: Any, status: int, param: str | None, sentence: str
-) -> None:
-    answer = httpx.post(f"{gateway.url}/v1/audio/transcriptions", data=data, files=files or None, timeout=60)
-    error = answer.json()["error"]
-    assert (answer.status_code, error["message"][: len(sentence)]) == (status, sentence)
-    assert error["param"] == (param if param is not None or "other" not in str(files) else "other")
-
-
 def test_wrong_bodies(gateway: GatewayThread) -> None:
     for path in ("transcriptions", "translations"):
         for content_type, body, status in (

@@ -13,7 +13,7 @@ import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
 from hf_triton.testing import TritonServer
-from tests.support.client import Reply, generate, infer
+from tests.support.client import Reply, infer
 from tests.support.gateway import num_running, wait_until
 from tests.support.slow_model import STEP_S
 from tests.support.standard import StandardServer
@@ -63,21 +63,6 @@ def test_infer_takes_stop_strings(server: TritonServer) -> None:
     [whole] = write(server, PROMPT)
     stops = [whole[25:30], whole[10:13], "never written"]
     assert write(server, PROMPT, stop_strings=json.dumps(stops)) == [before(whole, *stops)]
-
-
-def test_generate_takes_a_stop_string(server: TritonServer) -> None:
-    [whole] = write(server, PROMPT)
-    stop = whole[10:14]
-    reply = generate(server, "plain", PROMPT, max_new_tokens=NUM_TOKENS, stop=stop)
-    assert reply.json()["text_output"] == before(whole, stop)
-
-
-def test_grpc_takes_a_stop_string(server: TritonServer, client: Any) -> None:
-    [whole] = write(server, PROMPT)
-    stop = whole[10:14]
-    parameters = {"max_new_tokens": NUM_TOKENS, "stop_words": stop}
-    result = client.infer("plain", [text_tensor("text_input", PROMPT)], parameters=parameters)
-    assert [text.decode() for text in result.as_numpy("text_output")] == [before(whole, stop)]
 
 
 def test_every_row_has_its_own_stop_string(server: TritonServer, client: Any) -> None:

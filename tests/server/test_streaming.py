@@ -22,7 +22,7 @@ from tritonclient.utils import InferenceServerException, deserialize_bytes_tenso
 
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from tests.support.chain import build_chain
-from tests.support.client import generate, generate_stream, get, infer, open_stream, post
+from tests.support.client import generate, generate_stream, infer, open_stream
 from tests.support.doors import pack
 from tests.support.slow_model import DECOUPLED, SLOW_MODEL, STEP_S
 from tests.support.standard import StandardServer
@@ -41,7 +41,6 @@ FOLDERS = ("deltas", "two_rows", "bytes")
 ON_DEMAND = ("always", "failing")
 ROUND = "🙂你é x"
 """What `bytes` writes behind `x`, round and round, a token for each byte."""
-ROUND_TOKENS = 10
 PROMPT, OTHER_PROMPT = "The canary sings", "Where does the river go"
 NUM_TOKENS = 30
 LONG_TOKENS = 230
@@ -194,33 +193,6 @@ def test_deltas_join_to_the_whole_output(server: TritonServer, prompt: str, para
         assert joined(stream.take_all()) == [whole]
 
 
-def test_character_of_several_tokens_is_one_delta(server: TritonServer) -> None:
-    expected = ROUND * 4
-    num_tokens = 4 * ROUND_TOKENS
-    assert write(server, "bytes", "x", max_new_tokens=num_tokens) == expected
-    found = generate_stream(server, "bytes", "x", stream=True, max_new_tokens=num_tokens)
-    assert found.text() == expected
-    assert len(found.events) > 4
-    assert not any("\ufffd" in data["text_output"] for data in found.data)
-    for cut in range(1, ROUND_TOKENS):  # and one that is cut off is U+FFFD, as in the whole text
-        whole = write(server, "bytes", "x", max_new_tokens=cut)
-        assert streamed(server, "bytes", "x", max_new_tokens=cut) == whole
-
-
-STOPS = ["é x🙂", "never"]
-
-
-@pytest.mark.parametrize("stop", STOPS)
-def test_a_stop_string_over_tokens_borders_ends_a_stream(server: TritonServer, stop: str) -> None:
-    whole = ROUND * 4
-    expected = whole[: whole.find(stop)] if stop in whole else whole
-    fields = {"stop": stop, "max_new_tokens": 4 * ROUND_TOKENS}
-    assert write(server, "bytes", "x", **fields) == expected
-    found = generate_stream(server, "bytes", "x", stream=True, return_finish_reason=True, **fields)
-    assert found.text() == expected
-    assert found.data[-1]["finish_reason"] == ("stop" if stop in whole else "length")
-
-
 def test_prompt_comes_first_if_it_is_included(server: TritonServer) -> None:
     prompt = "你好, " + PROMPT
     found = generate_stream(server, "deltas", prompt, stream=True, exclude_input_in_output=False)
@@ -279,12 +251,6 @@ def test_a_folder_that_is_not_decoupled_answers_with_one_event(server: TritonSer
     with GrpcStream(server) as stream:
         stream.ask("plain", PROMPT, max_new_tokens=NUM_TOKENS)
         assert joined(stream.take_all()) == [whole]
-
-
-def test_generate_takes_no_stream(server: TritonServer) -> None:
-    """Triton's own words, and its status is 200."""
-    reply = generate(server, "deltas", PROMPT, stream=True)
-    assert "generate expects model to produce exactly 1 response" in reply.error
 
 
 # --- the last response -----------------------------------------------------------------------------------------------
@@ -349,12 +315,10 @@ def test_requests_on_one_stream_are_interleaved_and_complete(server: TritonServe
 
 REFUSED = {
     "an impossible value": ({"max_new_tokens": 0}, "invalid_parameter: max_new_tokens must be an integer >= 1"),
-    "too long": ({"max_new_tokens": 1000}, "context_exceeded: text_input row 0 has "),
     "texts that are thrown away": (
         {"best_of": 3, "temperature": 1.0},
         "invalid_parameter: best_of cannot be streamed: leave it out, or say stream false",
     ),
-    "no boolean": ({"stream": 1}, "invalid_parameter: stream must be true or false, got 1"),
 }
 
 
@@ -372,11 +336,6 @@ def test_refusal_comes_before_the_first_delta(server: TritonServer, case: str) -
         assert sentence in str(caught.value)
         stream.ask("deltas", PROMPT)  # the stream stays open
         assert joined(stream.take_all()) == [write(server, "deltas", PROMPT)]
-
-
-def test_best_of_is_answered_at_once(server: TritonServer) -> None:
-    fields = {"best_of": 3, "temperature": 1.0, "seed": 1}
-    assert generate(server, "deltas", PROMPT, **fields).status == 200
 
 
 @pytest.mark.full
@@ -467,22 +426,8 @@ def test_clients_that_do_not_read_delay_no_other_client(server: TritonServer) ->
 # --- what else is on -------------------------------------------------------------------------------------------------
 
 
-def test_triton_refuses_infer_for_a_decoupled_folder(server: TritonServer) -> None:
-    reply = infer(server, "deltas", [PROMPT])
-    assert (reply.status, reply.error) == (
-        501,
-        "HTTP end point doesn't support models with decoupled transaction policy",
-    )
-
-
 def test_concurrent_streams_are_independent(server: TritonServer) -> None:
     prompts = [f"Story {number}:" for number in range(24)]
     wholes = [write(server, "deltas", prompt) for prompt in prompts]
     with ThreadPoolExecutor(len(prompts)) as pool:
         assert list(pool.map(lambda prompt: streamed(server, "deltas", prompt), prompts)) == wholes
-
-
-def test_a_decoupled_folder_says_so(server: TritonServer) -> None:
-    config = get(server, "/v2/models/deltas/config").json()
-    assert config["model_transaction_policy"] == {"decoupled": True}
-    assert post(server, "/v2/models/deltas/generate_stream", {"text_input": PROMPT}).status == 200

@@ -110,30 +110,6 @@ def test_a_folder_can_have_a_form_and_a_request_another(server: TritonServer) ->
     assert "the folder's guided_choice" in generate(server, "strict", PROMPT, ignore_eos=True).error
 
 
-@pytest.mark.parametrize(
-    ("parameters", "words"),
-    [
-        ({"response_format": '{"type": "xml"}'}, "json_schema"),
-        ({"response_format": "{"}, "must be an object: "),
-        ({"guided_json": '{"type": "strin"}'}, "strin"),
-        ({"guided_json": '{"not": {"type": "integer"}}'}, "not"),
-        ({"guided_json": "{" * 5000}, "JSON object"),
-        ({"guided_regex": "a("}, "unclosed group"),
-        ({"guided_regex": "(a{1000}){1000}"}, "guided_regex"),
-        ({"guided_regex": "a", "guided_choice": "a"}, "leave one of them out"),
-        ({"guided_choice": "a", "ignore_eos": True}, "leave one of them out"),
-        ({"guided_grammar": "begin: /a/"}, "start rule"),
-    ],
-    ids=str,
-)
-def test_impossible_grammar_is_refused_at_once(server: TritonServer, parameters: dict[str, object], words: str) -> None:
-    reply = infer(server, "guided", [PROMPT], parameters=parameters)
-    assert reply.status == 400
-    assert reply.error.startswith("invalid_parameter: ")
-    assert words in reply.error
-    assert len(reply.error) < 400
-
-
 def test_schema_that_takes_minutes_to_compile_is_refused(server: TritonServer) -> None:
     hostile = json.dumps({"allOf": [{"pattern": f".*{number:x}"} for number in range(50)]})
     answer = generate(server, "guided", PROMPT, guided_json=hostile, max_tokens=200)

@@ -55,7 +55,6 @@ def server(repository: Path, collector: Collector) -> Iterator[TritonServer]:
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A repository of `demo` alone."""
     root = tmp_path_factory.mktemp("demo")
     add_demo(root)
     shutil.rmtree(root / "demo_stream")

@@ -139,7 +139,6 @@ def curl(server: TritonServer, command: str) -> Any:
 
 
 def output_of(reply: Any) -> Any:
-    """The answer's one output."""
     (output,) = reply["outputs"]
     return output
 
@@ -224,17 +223,6 @@ def test_a_folder_that_states_its_tensors_is_taken_at_its_word(
 
 
 # --- "Enabling batching in Triton is as simple as adding the following" ----------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["batched", "stated_batched"])
-def test_batching_is_two_lines_and_nothing_else(
-    name: str, server: TritonServer, reference: Callable[[str], Reference]
-) -> None:
-    length = 15 if name == "stated_batched" else MAX_OUTPUT_LENGTH
-    wanted = reference(FALCON).text("I am going", length)
-    output = output_of(infer(server, name, ["I am going"], [1, 1]).json())
-    assert (output["shape"], output["data"]) == ([1, 1], [wanted])
-    assert generate(server, name, "I am going").json()["text_output"] == wanted
 
 
 @pytest.mark.parametrize("route", ["infer", "generate"])

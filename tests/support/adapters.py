@@ -15,14 +15,7 @@ from tests.support.sentence_checkpoints import quietly
 
 
 def save_adapter(checkpoint: Path, folder: Path, *, seed: int = 0, **config: Any) -> Path:
-    """Save an adapter with random weights, which changes every token.
-
-    Args:
-        checkpoint: The base model.
-        folder: The destination.
-        seed: Of the weights.
-        config: peft's `LoraConfig`.
-    """
+    """Save an adapter with random weights, which changes every token."""
     chosen = {"target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.5, **config}
     return save_lora(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32), folder, seed, **chosen)
 
@@ -42,7 +35,6 @@ def save_lora(model: Any, folder: Path, seed: int = 0, **config: Any) -> Path:
 
 
 def generate_with(checkpoint: Path, adapter: Path | None, prompt_ids: Sequence[int], num_tokens: int) -> list[int]:
-    """The greedy tokens of `generate` with one adapter, or with none."""
     prompt = torch.tensor([list(prompt_ids)])
     output = _model(checkpoint, adapter).generate(
         input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=num_tokens, do_sample=False
@@ -58,7 +50,6 @@ def _model(checkpoint: Path, adapter: Path | None) -> Any:
 
 
 def wrap(model: Any, adapter: Path) -> Any:
-    """A `PeftModel` with an adapter."""
     from peft import PeftModel
 
     with quietly():

@@ -14,8 +14,6 @@ KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
 
 @dataclass(frozen=True)
 class Certificate:
-    """Files of a certificate and its key."""
-
     file: Path
     key: Path
 
@@ -47,7 +45,6 @@ class Authority:
         return made
 
     def lock(self, key: Path, locked: Path) -> None:
-        """Write a key with a passphrase."""
         _openssl("ec", "-aes128", "-passout", "pass:word", "-in", key, "-out", locked)
 
     def client(self) -> ssl.SSLContext:

@@ -18,10 +18,8 @@ def build_chain(folder: Path, text: str, tokenizer: Any = None) -> Path:
     """Write the checkpoint.
 
     Args:
-        folder: Where to.
         text: No token may be in it twice. After a prompt that ends with its last token, the model writes it again and
             again; it never ends by itself.
-        tokenizer: In place of the tiny checkpoints' own, which has a token for every byte.
     """
     build_tiny_checkpoint(folder, "llama", eos_token_id=None)
     if tokenizer is not None:

@@ -15,8 +15,6 @@ from hf_triton.testing import TritonServer
 
 
 class HttpServer(Protocol):
-    """A server, or what stands in front of one."""
-
     @property
     def http_url(self) -> str: ...
 
@@ -42,7 +40,6 @@ def post(
     headers: Mapping[str, str] | None = None,
     method: str = "POST",
 ) -> Reply:
-    """POST JSON (or bytes as they are)."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     # Triton takes urllib's own content type for a web form, and dies when it is longer than its stack: server #5840.
     sent = {"Content-Type": "application/json", **(headers or {})}
@@ -85,8 +82,6 @@ class Event:
 
 @dataclass(frozen=True)
 class Events:
-    """A stream that has ended."""
-
     status: int
     content_type: str
     events: list[Event]
@@ -96,7 +91,6 @@ class Events:
         return [event.data for event in self.events]
 
     def text(self, output: str = "text_output") -> str:
-        """The joined deltas."""
         assert self.status == 200, self.data
         return "".join(data[output] for data in self.data)
 

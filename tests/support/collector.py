@@ -17,8 +17,6 @@ POLLER = RequestPoller(interval_s=0.005)
 
 
 class InlineSender(ResponseSender):
-    """Sends in the calling thread."""
-
     def __init__(self) -> None:
         pass
 

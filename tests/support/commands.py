@@ -74,7 +74,6 @@ class Terminal:
         """Read until `text` comes after what the last call waited for; returns what came up to its end.
 
         Args:
-            text: What to wait for.
             typing: Typed now, and again when `text` has not come for 15 seconds, as a person does: Python's readline
                 does not notice a Ctrl+C in the very moment in which it begins to wait.
         """

@@ -8,12 +8,7 @@ import time
 
 
 class DelayingProxy:
-    """A context manager that gives the proxy's address, HOST:PORT.
-
-    Args:
-        port: What it forwards to.
-        delay_s: Of every piece of data, each way.
-    """
+    """A context manager that gives the proxy's address, HOST:PORT."""
 
     def __init__(self, port: int, delay_s: float) -> None:
         self._port, self._delay_s = port, delay_s

@@ -106,7 +106,6 @@ def build_model(family: str, head: str, **overrides: Any) -> Any:
     Args:
         family: Of `PACKED`, `PADDED`, `ALONE` or `LENGTH_DEPENDENT`.
         head: Of `HEADS`.
-        **overrides: Further settings of its config.
     """
     name, settings = (PACKED | PADDED | ALONE | LENGTH_DEPENDENT)[family]
     config = getattr(transformers, name)(**settings | ({"num_labels": 2} if head == "answers" else {}) | overrides)
@@ -120,7 +119,6 @@ def build_model(family: str, head: str, **overrides: Any) -> Any:
 
 
 def random_inputs(lengths: list[int], seed: int = 0, *, with_types: bool = False) -> list[EncoderInput]:
-    """Inputs of these lengths."""
     rng = random.Random(seed)
     return [
         EncoderInput(

@@ -152,8 +152,6 @@ def check(
 
 
 class PreemptCounter(Observer):
-    """Counts the running sequences that are preempted."""
-
     num_sequences = 0
 
     def on_preempt(self, num_sequences: int) -> None:

@@ -42,7 +42,6 @@ class Replica:
     """A server at ports that stay the same when it is started again."""
 
     folder: Path
-    """With its model repository."""
     environment: Mapping[str, str]
     ports: list[int] = field(default_factory=lambda: free_ports(len(PORTS)))
 
@@ -72,7 +71,6 @@ class Replica:
         wait_until_gone(children)  # one that waits for a core to end on still has its ports
 
     def stop(self) -> int:
-        """Stop it as its supervisor does."""
         self.serving.process.terminate()
         return self.serving.process.wait(90)
 
@@ -118,7 +116,6 @@ class Load(Clients):
         self._chances = [random.Random(client) for client in range(NUM_CLIENTS)]
 
     def pause_s(self, client: int) -> float:
-        """See the base class."""
         return self._chances[client].expovariate(10)
 
     def ask(self, client: int) -> str:

@@ -66,7 +66,6 @@ matmul_grouped = matmul_batched
 
 
 def widen(weight: torch.Tensor, scales: torch.Tensor, block: tuple[int, int] = BLOCK) -> torch.Tensor:
-    """Weights by their definition, block by block."""
     whole = weight.float()
     for row in range(scales.shape[0]):
         for column in range(scales.shape[1]):

@@ -44,14 +44,8 @@ def write_gguf(
 
     Args:
         file: The destination; the checkpoint that it is made of stands in a folder beside it, `NAME.original`.
-        architecture: `llama` or `qwen3`.
         quant: The type of its matrices: `F32`, `F16`, `Q8_0`, `Q4_0`.
-        chat_template: Jinja source for its metadata.
-        family: What it says that its architecture is.
         keys: Values of its header in place of the right ones.
-        more: Further tensors.
-        special: Names of special tokens in place of the original's.
-        **overrides: Of its config.
     """
     original = build_tiny_checkpoint(
         file.parent / f"{file.name}.original", architecture, **{**SIZES[architecture], **overrides}

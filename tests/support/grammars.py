@@ -55,7 +55,6 @@ def constraint_of(grammar: Grammar, kind: str = KIND, compiler: GrammarCompiler 
 
 
 def rejection(grammar: Grammar, kind: str = KIND) -> str:
-    """The sentence with which a grammar is refused."""
     with pytest.raises(RequestError) as caught:
         compiler_of(kind).compile(grammar, SamplingParams(100))
     assert caught.value.code == "invalid_parameter"

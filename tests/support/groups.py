@@ -10,14 +10,7 @@ from tests.support.listener import CALLBACKS, Functions
 
 
 class Work(Group[str]):
-    """Keeps its outcome; a second one fails.
-
-    Args:
-        name: By which a test knows it.
-        num_turns: In how many turns it leaves the queue.
-        cost: Of each.
-        **options: See `Group`.
-    """
+    """Keeps its outcome; a second one fails."""
 
     def __init__(self, name: str = "", num_turns: int = 1, cost: int = 1, **options: Any) -> None:
         functions = {"on_finish": self._keep} | {name: options.pop(name) for name in CALLBACKS if name in options}

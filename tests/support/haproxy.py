@@ -26,8 +26,6 @@ SOCKET = "/tmp/haproxy.sock"
 
 @dataclass(frozen=True)
 class Front:
-    """A port of HAProxy."""
-
     http_url: str
 
 

@@ -97,14 +97,7 @@ BOTH: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
 
 
 def save_image_checkpoint(folder: Path, family: str, *, has_texts: bool = False, **config: Any) -> Path:
-    """A checkpoint with random weights.
-
-    Args:
-        folder: The destination.
-        family: Of `BOTH`, or of `CLASSIFIERS`.
-        has_texts: Whether it makes vectors of texts and images, or labels.
-        **config: Further settings of the config.
-    """
+    """A checkpoint with random weights."""
     import torch
     import transformers
 
@@ -132,14 +125,12 @@ def made_image(width: int, height: int, seed: int = 0) -> Image.Image:
 
 
 def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
-    """An image's file."""
     file = io.BytesIO()
     image.save(file, kind, **options)
     return file.getvalue()
 
 
 def bytes_tensor(files: Sequence[bytes | str]) -> npt.NDArray[np.object_]:
-    """A BYTES tensor of files."""
     return np.array([each.encode() if isinstance(each, str) else each for each in files], np.object_)
 
 

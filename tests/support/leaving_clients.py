@@ -93,7 +93,6 @@ class Crowd:
                     self._note_left()
 
     def _stay(self, chance: random.Random) -> None:
-        """Wait for the answers."""
         while self._goes_on():
             kind = chance.choice(list(REQUESTS))
             connected = http.client.HTTPConnection(self._address, timeout=LONGEST_S)

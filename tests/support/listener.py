@@ -11,11 +11,7 @@ CALLBACKS = ("on_finish", "is_cancelled", "on_token", "is_complete", "logits_pro
 
 
 class Functions(SequenceListener):
-    """Calls functions in place of its methods, without the row.
-
-    Args:
-        **functions: By the name of the method.
-    """
+    """Calls functions in place of its methods, without the row."""
 
     def __init__(self, **functions: Callable[..., Any]) -> None:
         for name, function in functions.items():

@@ -57,7 +57,6 @@ class Machine:
         )
 
     def write(self, path: str, files: dict[str, object]) -> None:
-        """Files of a group."""
         folder = self.groups / path
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():

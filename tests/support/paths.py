@@ -16,7 +16,6 @@ def sources() -> list[Path]:
 
 
 def load_script(name: str) -> ModuleType:
-    """Import `scripts/NAME.py`."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None

@@ -11,7 +11,6 @@ from hf_triton.engine.continuous import ContinuousBatchingEngine
 
 
 def resident_bytes(tensor: torch.Tensor) -> int:
-    """Of the pages of a tensor that begins at a page."""
     pages = (ctypes.c_ubyte * -(-tensor.nbytes // mmap.PAGESIZE))()
     address, length = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes)
     assert ctypes.CDLL(None).mincore(address, length, pages) == 0
@@ -19,10 +18,8 @@ def resident_bytes(tensor: torch.Tensor) -> int:
 
 
 def resident_cache_bytes(engine: ContinuousBatchingEngine) -> int:
-    """Of all layers."""
     return sum(resident_bytes(layer.keys) + resident_bytes(layer.values) for layer in engine.runner.cache.blocks())
 
 
 def resident_process_bytes() -> int:
-    """Of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE

@@ -15,7 +15,6 @@ RUNBOOKS = ROOT / "docs" / "runbooks"
 
 
 def blocks(name: str) -> list[str]:
-    """The shell blocks of a page."""
     text = (RUNBOOKS / f"{name}.md").read_text(encoding="utf-8")
     return [textwrap.dedent(block) for block in re.findall(r"^ *```bash\n(.*?)^ *```$", text, flags=re.S | re.M)]
 

@@ -59,10 +59,6 @@ class FakeDevice:
 
     The next token is a function of the whole context. Beside the token, a place has the adapter and the rotary
     frequencies that its keys were computed with.
-
-    Args:
-        block_size: Tokens of a block.
-        recompute_length: See `ModelTraits`.
     """
 
     def __init__(self, block_size: int, recompute_length: float) -> None:
@@ -174,20 +170,7 @@ class PreemptObserver(Observer):
 
 
 class Simulation:
-    """Requests, a scheduler, and steps after which every block is where it should be.
-
-    Args:
-        max_tokens: Of the memory.
-        max_sequences: That run at a time.
-        block_size: Tokens of a block.
-        max_kept: Blocks, see `BlockPool`.
-        slot_tokens: See `BlockMemory`.
-        refuses: Whether the engine refuses a group when it is admitted.
-        needs_host: Whether a group's tokens must be read before its next step.
-        max_memory_wait_s: See `EngineConfig`.
-        eos_ids: The end-of-sequence tokens.
-        traits: See `ModelTraits`.
-    """
+    """Requests, a scheduler, and steps after which every block is where it should be."""
 
     def __init__(
         self,
@@ -300,13 +283,11 @@ class Simulation:
         return list(self.device.num_computed)
 
     def token_ids(self, group: SequenceGroup) -> list[list[int]]:
-        """Of each completion."""
         outcome = self.outcomes[group]
         assert isinstance(outcome, list), outcome
         return [completion.token_ids for completion in outcome]
 
     def lengths(self, group: SequenceGroup) -> list[int]:
-        """Tokens of each completion."""
         return [len(token_ids) for token_ids in self.token_ids(group)]
 
     def error_code(self, group: SequenceGroup) -> str:

@@ -82,16 +82,7 @@ def save_sentence_model(
     """A checkpoint as sentence-transformers saves it.
 
     Args:
-        folder: The destination.
-        family: Of `tests.support.encoders`.
-        pooling: Modes, in sentence-transformers' words.
         dense: Output sizes of dense layers, in turn with tanh and without an activation.
-        normalizes: Whether it ends with Normalize.
-        includes_prompt: See Pooling.
-        max_length: See Transformer.
-        lowercases: See Transformer.
-        prompts: By name.
-        default_prompt: Name of one of them.
     """
     import torch
     from sentence_transformers import SentenceTransformer

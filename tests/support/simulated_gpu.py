@@ -161,7 +161,6 @@ class Device:
 
     @property
     def capture(self) -> Graph | None:
-        """The graph that this thread is capturing."""
         return self._captures.get(threading.get_ident())
 
     @capture.setter
@@ -185,7 +184,6 @@ class Device:
         return self._num_sent
 
     def arrive(self, number: int) -> None:
-        """The first copies of that number are there."""
         for copy in [copy for copy in self._late if copy[0] <= number]:
             self._late.remove(copy)
             copy[1].copy_(copy[2])
@@ -264,7 +262,6 @@ class Operations(TorchDispatchMode):
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     def _place(self, func: Any, leaves: list[Any], given: list[OnDevice], args: Any) -> torch.device:
-        """Where the result is."""
         named = [leaf for leaf in leaves if isinstance(leaf, torch.device)]
         if func is aten.copy_.default:
             place = args[0].device
@@ -280,7 +277,6 @@ class Operations(TorchDispatchMode):
         return self._device.pin(func(*args, **kwargs | {"pin_memory": False}))
 
     def _copy(self, func: Any, args: Any, kwargs: Any, place: torch.device) -> Any:
-        """From host to device, or back."""
         is_method = func is aten.copy_.default
         source = args[1] if is_method else args[0]
         non_blocking = kwargs.get("non_blocking", len(args) > 2 and args[2] is True)
@@ -375,7 +371,6 @@ def _mapped(change: Callable[[Any], Any], arguments: Any) -> Any:
 
 
 def _numbers(arguments: Any) -> Any:
-    """Arguments as the CPU computes with them."""
 
     def plain(leaf: Any) -> Any:
         if isinstance(leaf, OnDevice):
@@ -410,7 +405,6 @@ class Graph:
         return found
 
     def finish(self) -> None:
-        """Nothing has run."""
         for storage, before in self._before.values():
             storage.copy_(before)
         self._before.clear()
@@ -456,8 +450,6 @@ class Stream:
 
 
 class Event:
-    """`torch.cuda.Event`."""
-
     def __init__(self, device: Device) -> None:
         self._device = device
         self._number = 0

@@ -46,12 +46,8 @@ def save_whisper(
     """A Whisper with random weights, its tokenizer's special tokens and its generation_config as published ones have.
 
     Args:
-        folder: The destination.
         languages: Those that it knows; none for a model of English alone.
-        dtype: Of the weights.
         without: An entry that its generation_config.json lacks.
-        defaults: Entries of its generation_config.json.
-        **config: Further settings of its config.
     """
     from transformers import GenerationConfig, WhisperConfig, WhisperFeatureExtractor, WhisperForConditionalGeneration
 
@@ -200,12 +196,10 @@ class Served:
         return request
 
     def ask(self, *files: bytes, **parameters: object) -> dict[str, Array]:
-        """All outputs but the last."""
         outputs: dict[str, Array] = self.start(Asked(files, **parameters)).wait()
         return outputs
 
     def json(self, *files: bytes, **parameters: object) -> list[Any]:
-        """The output `output` of each file."""
         return [json.loads(row) for row in self.ask(*files, **parameters)["output"]]
 
     def reference(self, samples: Array, **arguments: Any) -> Any:

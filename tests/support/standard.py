@@ -38,8 +38,6 @@ folder. `plain_stream` is a stream door to `plain`.
 
 
 class StandardServer:
-    """A server of the standard repository."""
-
     def __init__(self, root: Path, make_folder: Callable[..., Path]) -> None:
         self.checkpoint = build_chat_checkpoint(root / "chat")
         bare = build_tiny_checkpoint(root / "bare", "llama", eos_token_id=None)
@@ -61,12 +59,7 @@ class StandardServer:
 
     @contextmanager
     def beside(self, repository: Path, on_demand: Collection[str] = ()) -> Iterator[TritonServer]:
-        """Serve a module's own folders beside the standard ones; one that cannot be loaded says so in the index.
-
-        Args:
-            repository: Has them.
-            on_demand: Those that `serve` loads.
-        """
+        """Serve a module's own folders beside the standard ones; one that cannot be loaded says so in the index."""
         folders = [self.server.model_repository / folder.name for folder in repository.iterdir()]
         for folder in folders:
             shutil.copytree(repository / folder.name, folder)

@@ -82,14 +82,7 @@ def build_tokenizer(kind: str, *, has_types: bool = True) -> Any:
 
 
 def save_task_checkpoint(folder: Path, family: str, head: str, **config: Any) -> Path:
-    """A checkpoint with a head.
-
-    Args:
-        folder: The destination.
-        family: Of `FAMILIES`.
-        head: Of `tests.support.encoders.HEADS`.
-        **config: Further settings of the config, such as `id2label`.
-    """
+    """A checkpoint with a head."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = build_tokenizer(FAMILIES[family], has_types=family in ("bert", "deberta-v2"))
     with quietly():
@@ -139,6 +132,5 @@ class Served:
         return encode_results(results, nums_tokens, declared, request.shape, names)
 
     def json(self, texts: Sequence[str], name: str = "args", **parameters: Any) -> list[Any]:
-        """The output `output` for texts."""
         rows = self.ask({name: encode_strings(texts, (len(texts),))}, **parameters)["output"]
         return [json.loads(row) for row in rows]

@@ -119,7 +119,6 @@ def raw_ids(kind: str, text: str) -> list[int]:
 
 
 def bytes_of(kind: str, text: str) -> list[int]:
-    """Token ids with one token for each byte."""
     if kind == "byte_fallback":
         return [tokenizer_of(kind).convert_tokens_to_ids(BYTES[byte]) for byte in text.encode()]
     return [token for letter in text for token in raw_ids(kind, letter)]

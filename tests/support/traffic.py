@@ -22,13 +22,7 @@ LIMIT_S = 60.0
 
 @dataclass(frozen=True)
 class Questions:
-    """What clients send to one model.
-
-    Args:
-        path: Where to.
-        bodies: One for each client.
-        read: Gives the reply to a client, by its number, the name of the revision that made it.
-    """
+    """What clients send to one model."""
 
     path: str
     bodies: Sequence[Mapping[str, Any]]
@@ -37,8 +31,6 @@ class Questions:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one request."""
-
     sent_s: float
     took_s: float
     answer: str
@@ -46,11 +38,7 @@ class Outcome:
 
 
 class Clients(abc.ABC):
-    """Clients that each send one request after the other while it is entered.
-
-    Args:
-        num_clients: How many.
-    """
+    """Clients that each send one request after the other while it is entered."""
 
     limit_s = LIMIT_S
 
@@ -108,18 +96,12 @@ class Clients(abc.ABC):
 
 
 class Traffic(Clients):
-    """A client for each body, which asks the same all the time.
-
-    Args:
-        server: Where to.
-        questions: What.
-    """
+    """A client for each body, which asks the same all the time."""
 
     def __init__(self, server: HttpServer, questions: Questions) -> None:
         super().__init__(len(questions.bodies))
         self._server, self._questions = server, questions
 
     def ask(self, client: int) -> str:
-        """See the base class."""
         reply = post(self._server, self._questions.path, self._questions.bodies[client], LIMIT_S)
         return self._questions.read(client, reply)

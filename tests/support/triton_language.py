@@ -33,8 +33,6 @@ Call = Callable[..., Any]
 
 
 class CompiledKernel(NamedTuple):
-    """A kernel for a device."""
-
     name: str
     shared_bytes: int
     ptx: str

@@ -370,7 +370,6 @@ def test_requests_that_cut_and_that_do_not_leave_each_other_alone(tmp_path: Path
 
 
 def _num_tokens(task: Embeddings, text: str, truncate: bool) -> object:
-    """Tokens of a text, or the code of its refusal."""
     try:
         return len(task.tokenize(text, truncate=truncate).ids)
     except RequestError as error:

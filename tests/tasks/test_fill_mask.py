@@ -32,7 +32,6 @@ def names(labels: dict[int, str]) -> dict[str, Any]:
 
 
 def same(found: Any, expected: Any) -> None:
-    """Equal but for rounding."""
     if isinstance(expected, dict):
         assert found.keys() == expected.keys()
         for name in expected:

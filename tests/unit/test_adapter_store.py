@@ -65,7 +65,6 @@ def store(adapters: SlowAdapters, tmp_path: Path) -> Iterator[AdapterStore]:
 
 
 def ask(store: AdapterStore, *names: str) -> threading.Event:
-    """Whether a request for adapters has started."""
     started = threading.Event()
     store.when_known(Waiter(names, started.set))
     return started

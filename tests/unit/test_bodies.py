@@ -44,7 +44,6 @@ def all_subclasses(parent: type[Fields]) -> Iterator[type[Fields]]:
 
 
 def schemas(schema: object, kind: str) -> Iterator[dict[str, Any]]:
-    """The parts of a core schema that are of a kind."""
     if isinstance(schema, dict):
         if schema.get("type") == kind:
             yield schema

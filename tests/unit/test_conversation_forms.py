@@ -151,7 +151,6 @@ def render(template: str, conversation: list[dict[str, Any]], **options: object)
 
 
 def outcome_of(template: str, conversation: list[dict[str, Any]]) -> str:
-    """The prompt, or the refusal."""
     try:
         return render(template, conversation)
     except RequestError as error:

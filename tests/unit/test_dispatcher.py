@@ -20,8 +20,6 @@ ORDER = ["sentinel", "drain", "service", "sender", "door", "meter"]
 
 
 class Service(RequestService):
-    """Takes nothing."""
-
     def __init__(self, on_close: Callable[[], None]) -> None:
         self._on_close = on_close
 

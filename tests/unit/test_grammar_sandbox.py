@@ -81,8 +81,6 @@ def test_load_on_the_machine_is_not_counted() -> None:
 
 
 class CountingSandbox(GrammarSandbox):
-    """Records the grammars that it is asked for."""
-
     def __init__(self, executable: str) -> None:
         super().__init__(executable)
         self.grammars: list[Grammar] = []

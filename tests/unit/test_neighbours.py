@@ -15,7 +15,6 @@ DECOUPLED = "model_transaction_policy { decoupled: true }"
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """With a folder `own`."""
     add(tmp_path, "own")
     return tmp_path
 

@@ -472,7 +472,6 @@ def test_a_step_is_scheduled_before_the_tokens_of_the_last_one_are_known() -> No
 
 
 def needs_host(group: SequenceGroup) -> bool:
-    """Of groups with prompts of 4 tokens."""
     return len(group.prompt_ids) == 4
 
 

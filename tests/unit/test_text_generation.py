@@ -128,7 +128,6 @@ def reply_to(
     options: RequestOptions | None = None,
     **parameters: Any,
 ) -> Collector:
-    """Everything that a request is told."""
     task = build_task(
         outcome, defaults=defaults, excludes_prompt=excludes_prompt, is_encoder_decoder=is_encoder_decoder
     )
@@ -212,7 +211,6 @@ def ask(*prompts: Prompt, **asked: Any) -> list[Any]:
 
 
 def sequences_of(*prompts: Prompt, **asked: Any) -> list[SequenceGroup]:
-    """What reaches the engine."""
     sequences: list[SequenceGroup] = []
 
     def outcome(sequence: SequenceGroup) -> Outcome:

@@ -39,13 +39,7 @@ def accelerate(model: Any, *, pack_weights: Literal["auto"] | bool = "auto") -> 
 def accelerate_encoder(
     model: Any, compute: Callable[[], torch.Tensor], *, pack_weights: Literal["auto"] | bool = "auto"
 ) -> None:
-    """Prepare a loaded model that does not generate, see `accelerate`.
-
-    Args:
-        model: A transformers model in eval mode.
-        compute: The model's outputs for some inputs, the same at every call.
-        pack_weights: See `accelerate`.
-    """
+    """Prepare a loaded model that does not generate, see `accelerate`; `compute` always returns the same outputs."""
     if model.device.type != "cpu":
         return
     from hf_triton.runner.cpu.layer_packing import pack_encoder

@@ -29,10 +29,7 @@ def runs_numba() -> bool:
 def is_usable(name: str, fallback: str, try_out: Callable[[], bool | None]) -> bool:
     """Whether numba runs, and a kernel compiles and computes the right result; logs the reason if not.
 
-    Args:
-        name: Of the kernel.
-        fallback: The library that computes without it.
-        try_out: Compiles the kernel and compares its result; None if there is none for this dtype and processor.
+    `try_out` compares the kernel's result; None: there is none for this dtype and processor.
     """
     if not runs_numba():
         return False

@@ -42,14 +42,9 @@ CHUNKS: Final = ("local_attn_chunk_length", "lsh_attn_chunk_length")
 
 
 def pack(model: nn.Module, which: Literal["auto", "all"] = "all") -> int:
-    """Pack linear layers of a model in place, freeing the memory of their former weights.
+    """Pack linear layers of a model in place, freeing the memory of their former weights; how many were packed.
 
-    Args:
-        model: A transformers model that generates, in eval mode. If parts of it are not on the CPU, it stays as it is.
-        which: `auto` times each shape of layer and packs where that is faster (`layer_timing.py`).
-
-    Returns:
-        How many layers were packed.
+    A model with parts that are not on the CPU stays as it is. `auto` packs the shapes that are faster so.
     """
     if any(parameter.device.type != "cpu" for parameter in model.parameters()):
         return 0
@@ -66,12 +61,7 @@ def pack(model: nn.Module, which: Literal["auto", "all"] = "all") -> int:
 def pack_encoder(model: nn.Module, compute: Callable[[], torch.Tensor], which: Literal["auto", "all"] = "all") -> int:
     """Pack linear layers of a model that computes many rows at a time and does not generate, see `pack`.
 
-    Our kernel for few rows is left out.
-
-    Args:
-        model: A transformers model in eval mode.
-        compute: The model's outputs for some inputs, the same at every call.
-        which: See `pack`.
+    Our kernel for few rows is left out. `compute` returns the model's outputs, the same at every call.
     """
     if any(parameter.device.type != "cpu" for parameter in model.parameters()):
         return 0
@@ -132,11 +122,7 @@ class _Packed:
 
     @classmethod
     def make(cls, layer: Any, choice: Choice, *, is_shared: bool) -> _Packed:
-        """Pack a layer.
-
-        Raises:
-            RuntimeError: oneDNN cannot compute with such weights on this processor.
-        """
+        """Pack a layer; raises RuntimeError if oneDNN cannot compute with such weights on this processor."""
         packed = cls(layer, type(layer), layer.weight if is_shared else None)
         weight = torch.ops.mkldnn._reorder_linear_weight(weight_matrix(layer), None)
         layer.weight = nn.Parameter(weight, requires_grad=False)

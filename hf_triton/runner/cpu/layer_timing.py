@@ -79,9 +79,6 @@ class _Sample:
 def time_layers(layers: Sequence[Any]) -> dict[LayerShape, Choice]:
     """Choose a way for each shape of layer; takes about a second for a small model, some seconds for billions.
 
-    Args:
-        layers: Linear layers of a model, in the model's order, on the CPU.
-
     Raises:
         RuntimeError: oneDNN cannot compute with such weights on this processor.
     """
@@ -95,9 +92,6 @@ def time_encoder_layers(layers: Sequence[Any]) -> dict[LayerShape, Choice]:
     """Choose between torch and oneDNN for each shape of layer, for the rows of a short text and of many texts.
 
     In 16 bits it is oneDNN either way, which without packing generates code for every number of rows.
-
-    Args:
-        layers: Linear layers of a model, on the CPU.
 
     Raises:
         RuntimeError: oneDNN cannot compute with such weights on this processor.
@@ -116,7 +110,6 @@ def time_encoder_layers(layers: Sequence[Any]) -> dict[LayerShape, Choice]:
 def _best_times(
     samples: Sequence[_Sample], rows: Iterable[int], ways: Sequence[str]
 ) -> dict[tuple[LayerShape, str, int], float]:
-    """The best seconds of each shape, way and number of rows."""
     best: dict[tuple[LayerShape, str, int], float] = {}
     for num_rows in rows:
         inputs = {shape: torch.randn(num_rows, 1, shape.inputs).to(shape.dtype) for shape in {s.shape for s in samples}}

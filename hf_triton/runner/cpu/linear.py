@@ -126,7 +126,6 @@ class PackedLinear(nn.Linear):
         return result if weight.dtype is torch.float32 else result.to(weight.dtype)
 
     def _compute_parts(self, x: torch.Tensor) -> torch.Tensor:
-        """Have oneDNN compute parts of `SIZES`."""
         products = []
         for part in torch.split(x.reshape(-1, x.shape[-1]), SIZES[-1]):
             size = SIZES[bisect.bisect_left(SIZES, max(2, len(part)))]  # of one row alone oneDNN has other bits

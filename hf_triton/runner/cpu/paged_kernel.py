@@ -75,11 +75,7 @@ RECORD: Final = np.dtype(
 def compile_attention(dtype: torch.dtype, size: int, value_size: int, heads_together: int) -> Any:
     """Compile the kernel for heads of these sizes (queries and keys, values), in two to four seconds.
 
-    Args:
-        dtype: Of the KV cache and the queries, in `WIDENED`.
-        size: Numbers of a head of queries and keys.
-        value_size: Numbers of a head of values.
-        heads_together: Heads that are computed together: 2 where heads share keys, else 1.
+    The dtype is in `WIDENED`; two heads are computed together where heads share keys, else one.
     """
     number, widened = WIDENED[dtype]
     key_bytes, value_bytes = size * dtype.itemsize, value_size * dtype.itemsize

@@ -104,7 +104,6 @@ def _set_num_threads(num_threads: int) -> None:
 
 
 def available_cores() -> list[int]:
-    """The cores that this process may run on."""
     return sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else list(range(os.cpu_count() or 1))
 
 
@@ -127,7 +126,6 @@ class Neighbours:
         return True
 
     def leave(self) -> None:
-        """Be idle."""
         if self._slot is not None:
             self._lock(fcntl.F_UNLCK, self._slot)
         self._slot = None

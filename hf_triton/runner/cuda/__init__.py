@@ -49,11 +49,7 @@ def packed_attention_for(query: torch.Tensor) -> Callable[..., torch.Tensor] | N
 
 
 def why_no_kernel(is_right: Callable[[], bool]) -> str | None:
-    """Why a kernel is not used; None: it is right.
-
-    Args:
-        is_right: Compiles it, runs it, and compares what it has computed.
-    """
+    """Why a kernel is not used; None: what it computes `is_right`."""
     try:
         return None if is_right() else "it is wrong"
     except subprocess.CalledProcessError as error:
@@ -100,11 +96,7 @@ def forward_context(device: torch.device) -> AbstractContextManager[None]:
 
 
 def fuse(model: Any) -> None:
-    """Replace what a model computes in many small kernels by one each, in place; a model on a CPU stays as it is.
-
-    Args:
-        model: A transformers model in eval mode.
-    """
+    """Replace what a model computes in many small kernels by one each, in place; a model on a CPU stays as it is."""
     if model.device.type == "cuda":
         from hf_triton.runner.cuda.fused import fuse_modules
 

@@ -86,18 +86,9 @@ def attend_packed(
     scoring: Scoring,
     window: Window,
 ) -> torch.Tensor:
-    """Attend to the tokens of each sequence, which are all in the row.
+    """Attend to the tokens of each sequence, which are all in the row; arguments and result are those of `attend`.
 
-    Args:
-        query: `[tokens, heads, size]`; any strides, as of keys and values.
-        keys: `[tokens, key_heads, size]`.
-        values: `[tokens, key_heads, value_size]`.
-        places: As in `attend`; the sequences and their bounds are read.
-        scoring: As in `attend`.
-        window: What a token attends to.
-
-    Returns:
-        As `attend`.
+    Queries, keys and values may have any strides. Of `places`, the sequences and their bounds are read.
     """
     output: torch.Tensor = torch.ops.hf_triton.attend_packed(query, keys, values, *places[:2], *scoring, *window)
     return output

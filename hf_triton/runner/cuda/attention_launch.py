@@ -32,8 +32,6 @@ STAGES: Final = 5, 3, 2
 
 
 class Tile(NamedTuple):
-    """What a program computes with."""
-
     num_rows: int
     """Query heads of a key head, of several tokens."""
     num_keys: int
@@ -53,10 +51,7 @@ class Kind(NamedTuple):
 def small_tiles(group: int, size: int, dtype: torch.dtype) -> Sequence[Tile]:
     """Tiles of decoding sequences, of one token each, hold all heads of a key head, so its keys are read once.
 
-    Args:
-        group: Query heads of a key head.
-        size: Numbers of a head, padded.
-        dtype: Of all states; in float32 nothing is a tensor core's.
+    A `group` is the query heads of a key head, `size` the numbers of a head, padded.
     """
     num_rows = min(max(16, triton.next_power_of_2(group)), 128 if size <= 128 else 32)
     keys = (16,) if dtype == torch.float32 and size > 64 else (32, 16)
@@ -72,15 +67,7 @@ def large_tiles(size: int, dtype: torch.dtype) -> Sequence[Tile]:
 
 
 def kinds_of(num_tokens: int, group: int, size: int, dtype: torch.dtype, *, is_packed: bool) -> Sequence[Kind]:
-    """The launches for a row: each sequence has tiles of one kind.
-
-    Args:
-        num_tokens: Of the row.
-        group: As of `small_tiles`.
-        size: As of `small_tiles`.
-        dtype: As of `small_tiles`.
-        is_packed: Whether the row has all tokens of its sequences, which are no decoding ones then.
-    """
+    """The launches for a row: each sequence has tiles of one kind; a packed row has no decoding sequences."""
     small, large = small_tiles(group, size, dtype), large_tiles(size, dtype)
     if num_tokens <= FEW_TOKENS:
         return [Kind(0, ANY_NUMBER, small)]

@@ -28,7 +28,6 @@ def attend(
     scoring: Scoring,
     window: int,
 ) -> torch.Tensor:
-    """Write to blocks, and attend to them."""
     if keys is not None and values is not None:
         write(keys, values, key_blocks, value_blocks, places)
     sequences, bounds, lengths, starts, tables = places
@@ -71,7 +70,6 @@ def attend_packed(
     scoring: Scoring,
     window: Window,
 ) -> torch.Tensor:
-    """Attend to the row."""
     sequences, bounds = places[:2]
     output = query.new_zeros(*query.shape[:2], values.shape[2])
     for number in range(int(sequences.max()) + 1):
@@ -86,11 +84,7 @@ def attend_packed(
 
 
 def _tokens_of(number: int, sequences: torch.Tensor, bounds: torch.Tensor) -> slice:
-    """The tokens of a sequence, which both `sequences` and `bounds` tell.
-
-    Raises:
-        ValueError: They contradict each other.
-    """
+    """The tokens of a sequence; raises ValueError if `sequences` and `bounds` contradict each other."""
     own = slice(int(bounds[number]), int(bounds[number + 1]))
     if (sequences == number).nonzero().flatten().tolist() != list(range(own.start, own.stop)):
         raise ValueError(f"other tokens than those from {own.start} to {own.stop} are of sequence {number}")

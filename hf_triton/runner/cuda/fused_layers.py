@@ -30,8 +30,6 @@ TOLERANCE: Final = 1e-5
 
 @dataclass
 class FusedLayer:
-    """The forward of a decoder layer."""
-
     layer: Any
     original: Any
     """The layer's own forward, for what the trial did not have."""
@@ -56,11 +54,7 @@ class FusedLayer:
 
 
 def fuse_layers(calls: Sequence[Call]) -> int:
-    """Replace the forwards of layers with fused norms; how many.
-
-    Args:
-        calls: Those of a model's modules in one forward, in order.
-    """
+    """Replace the forwards of layers with fused norms, by the calls of one forward in order; how many."""
     norm_of = {
         id(call.arguments[0]): call.module
         for call in calls

@@ -34,8 +34,6 @@ def forward_of(module: Any) -> Any:
 
 @dataclass
 class FusedNorm:
-    """The forward of an RMSNorm."""
-
     original: Forward
     """Computes states of another dtype than the model's."""
     weight: torch.Tensor
@@ -56,7 +54,6 @@ class FusedNorm:
         return rms_norm(states, self.weight, self.eps)
 
     def takes(self, states: torch.Tensor) -> bool:
-        """Whether the kernel is for them."""
         return states.dtype == self.dtype
 
     def keep(self, states: torch.Tensor, normed: torch.Tensor) -> None:

@@ -68,15 +68,9 @@ def gelu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def rms_norm(states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Divide rows by the root of their mean square, and multiply them with a weight of more bits than theirs.
+    """Divide rows `[..., size]` by the root of their mean square and `eps`, and multiply with a weight of more bits.
 
-    Args:
-        states: `[..., size]`.
-        weight: `[size]` float32.
-        eps: Added to the mean square.
-
-    Returns:
-        Of the shape and dtype of `states`.
+    The weight is `[size]` float32; the result has the shape and dtype of `states`.
     """
     normed: torch.Tensor = torch.ops.hf_triton.rms_norm(states, weight, eps)
     return normed
@@ -85,16 +79,9 @@ def rms_norm(states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Te
 def add_rms_norm(
     residual: torch.Tensor, states: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add rows, and `rms_norm` of the sums as they are after rounding.
+    """Add rows, and `rms_norm` of the sums as they are after rounding; both have the shape and dtype of `residual`.
 
-    Args:
-        residual: `[..., size]`.
-        states: Of its shape and dtype.
-        weight: `[size]`, of any bits.
-        eps: As of `rms_norm`.
-
-    Returns:
-        The sums and those normalised, of the shape and dtype of `residual`.
+    The weight is `[size]`, of any bits.
     """
     both: tuple[torch.Tensor, torch.Tensor] = torch.ops.hf_triton.add_rms_norm(residual, states, weight, eps)
     return both

@@ -76,11 +76,7 @@ class MergedLinear:
 
 
 def merge_products(calls: Sequence[Call]) -> int:
-    """Merge what can be merged of a model; how many products took the place of others.
-
-    Args:
-        calls: Those of its modules in one forward.
-    """
+    """Merge what can be merged, by the calls of one forward; how many products took the place of others."""
     by_input: dict[tuple[int, int], list[Call]] = defaultdict(list)
     num_calls: dict[int, int] = defaultdict(int)
     num_owners: dict[int, int] = defaultdict(int)

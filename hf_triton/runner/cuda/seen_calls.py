@@ -26,15 +26,7 @@ class Call:
 
 @torch.no_grad()
 def see_calls(model: Any, **options: Any) -> list[Call]:
-    """All calls in a forward of a few tokens, in the order in which they end.
-
-    Args:
-        model: A transformers model in eval mode that takes token ids.
-        options: More arguments of the forward.
-
-    Raises:
-        Exception: Whatever the model raises.
-    """
+    """All calls in a forward of a few tokens, with `options`, in the order of their ends; raises as the model."""
     calls: list[Call] = []
     begun: dict[int, list[tuple[int, ...]]] = {}
 

@@ -57,11 +57,7 @@ DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def refuse(sentence: str) -> NoReturn:
-    """Refuse an adapter; the sentence goes on after its name.
-
-    Raises:
-        CheckpointError: Always.
-    """
+    """Raise the CheckpointError that refuses an adapter; the sentence goes on after its name."""
     raise CheckpointError("adapter_invalid", sentence)
 
 

@@ -28,12 +28,7 @@ class _FlatNames(list[str]):
 
 
 class AdapterNames:
-    """Gives layers of peft the adapters that are chosen for a forward. Not thread-safe.
-
-    Args:
-        model: The model with these layers.
-        plain: The name for rows and tokens without an adapter.
-    """
+    """Gives layers of peft a forward's adapters, `plain` to rows and tokens without one. Not thread-safe."""
 
     def __init__(self, model: torch.nn.Module, plain: str) -> None:
         self._model = model

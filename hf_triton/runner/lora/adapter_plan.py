@@ -51,16 +51,7 @@ class AdapterPlan:
 def plan_adapter(
     config: AdapterConfig, tensors: Mapping[str, torch.Tensor], layers: Mapping[str, torch.nn.Module]
 ) -> AdapterPlan:
-    """Check an adapter against a model.
-
-    Args:
-        config: Its config.
-        tensors: See `read_tensors`.
-        layers: The model's modules by name, without any adapter.
-
-    Raises:
-        CheckpointError: They do not fit.
-    """
+    """Check an adapter against a model; raises CheckpointError if they do not fit."""
     plan = AdapterPlan(dict(tensors))
     parts: dict[str, dict[str, torch.Tensor]] = {}
     whole: dict[str, dict[str, torch.Tensor]] = {}

@@ -126,12 +126,7 @@ class AdapterSlots:
     # --- adapters that come and go -----------------------------------------------------------------------------------
 
     def admit(self, key: str, layers: Mapping[str, Any]) -> str | None:
-        """Let an adapter have a slot when steps need it; why it has none and runs eagerly, None: it may.
-
-        Args:
-            key: The adapter's.
-            layers: The layers of peft that it changes, by name.
-        """
+        """Let an adapter have a slot when steps need it; why it has none and runs eagerly, None: it may."""
         reason = self._why_none(key, layers)
         if reason is None:
             self._admitted[key] = layers
@@ -157,7 +152,6 @@ class AdapterSlots:
 
     @property
     def has_any(self) -> bool:
-        """Whether an adapter may have a slot."""
         return bool(self._admitted)
 
     def drop(self, key: str) -> None:
@@ -165,7 +159,6 @@ class AdapterSlots:
         self._admitted.pop(key, None)
 
     def have_room(self, keys: set[str]) -> bool:
-        """Whether a step's adapters can all be in slots."""
         return len(keys) <= MAX_SLOTS and keys <= self._admitted.keys()
 
     def lacks(self, keys: set[str]) -> bool:
@@ -200,24 +193,14 @@ class AdapterSlots:
     # --- a forward ---------------------------------------------------------------------------------------------------
 
     def load(self, keys: Sequence[str | None], num_tokens: int) -> None:
-        """Bring each token's slot to where a forward reads it, in the order of the stream.
-
-        Args:
-            keys: The adapter of each token; it is in a slot.
-            num_tokens: Of the forward, those that are padding included.
-        """
+        """Bring the slot of each token's adapter, padding's too, to where a forward reads it, in the stream's order."""
         numbers = np.zeros(num_tokens, np.int64)
         numbers[: len(keys)] = [0 if key is None else self._slot_of[key] for key in keys]
         copy_to_device(numbers, self._tokens[:num_tokens])
 
     @contextmanager
     def adding(self, layers: Mapping[str, Any], num_tokens: int) -> Iterator[None]:
-        """Add to layers what slots have, in a forward of so many tokens in which peft computes no adapter.
-
-        Args:
-            layers: The layers of peft that there are, by name.
-            num_tokens: The forward's; a layer that sees another number of them raises RuntimeError.
-        """
+        """Add to layers what slots have, in a forward without peft's; another number of tokens raises RuntimeError."""
         tokens = self._tokens[:num_tokens]
         others = tokens[:, None] != self._columns
         scales = self._scales[:, tokens]
@@ -238,7 +221,6 @@ def _add(
     arguments: tuple[Any, ...],
     output: torch.Tensor,
 ) -> torch.Tensor:
-    """A hook behind a layer."""
     states = arguments[0].flatten(0, -2)
     if len(states) != len(others):
         raise RuntimeError(f"{name} sees {len(states)} of a step's {len(others)} tokens")

@@ -45,11 +45,9 @@ class Adapter:
     number: int
     """Counts from 1 and is never used again: KV that was computed with one adapter is not another's."""
     name: str = ""
-    """What requests call it."""
 
     @property
     def key(self) -> str:
-        """Its name in the model."""
         return f"adapter_{self.number}"
 
 
@@ -83,10 +81,6 @@ class Adapters:
 
     def load(self, folder: Path, name: str = "") -> Adapter:
         """Load an adapter beside the others, and try it. Files are read side by side; adapters come in one by one.
-
-        Args:
-            folder: With adapter_config.json and adapter_model.safetensors.
-            name: What requests call it.
 
         Raises:
             CheckpointError: It is not for this model, or rows cannot choose it; the message is the end of a sentence.
@@ -181,10 +175,6 @@ class Adapters:
     def build_slots(self, device: torch.device, max_tokens: int) -> str | None:
         """Allocate slots for adapters like those that are loaded, whose steps can then be captured.
 
-        Args:
-            device: The model's.
-            max_tokens: The most of a captured step.
-
         Returns:
             Why there are none; None: there are, or no adapter is loaded.
         """
@@ -229,7 +219,6 @@ class Adapters:
         return True
 
     def load_tokens(self, keys: Sequence[str | None], num_tokens: int) -> None:
-        """See `AdapterSlots.load`."""
         assert self._slots is not None
         self._slots.load(keys, num_tokens)
 
@@ -385,11 +374,7 @@ def without_peft_wrapper(model: Any) -> Any:
 
 
 def _active_adapter(model: Any) -> str:
-    """The name of the adapter that is active in a model.
-
-    Raises:
-        SettingsError: There are several.
-    """
+    """The name of the adapter that is active in a model; raises SettingsError if there are several."""
     if not getattr(model, "peft_config", None):
         return NO_ADAPTER
     active: list[str] = next((layer.active_adapters for layer in _adapted_layers(model)), [])

@@ -73,9 +73,7 @@ class AdapterStore:
     lock that is held for no file.
 
     Args:
-        adapters: Those in the model.
         sources: Hub names and paths by adapter name, as the setting has them.
-        model_folder: Has the subfolder.
         resolve: From a source to the adapter's folder on disk.
     """
 

@@ -26,10 +26,7 @@ MIN_FILE_BYTES: Final = 1 << 25
 def request_limits(settings: ModelSettings, context_length: int, min_bytes: int = 0) -> Limits:
     """What one request to a folder may hold; without a setting, prompts of as many bytes as could fit the context.
 
-    Args:
-        settings: The folder's.
-        context_length: The model's, in tokens.
-        min_bytes: A prompt may have as many whatever the context.
+    A prompt may have `min_bytes` whatever the context.
     """
     max_bytes = settings.max_prompt_bytes or max(BYTES_PER_TOKEN * context_length, min_bytes)
     return Limits(settings.max_prompts, max_bytes)

@@ -19,13 +19,7 @@ Outputs = Mapping[str, npt.NDArray[Any]]
 
 
 class Answer(Listener[Any]):
-    """Collects the outcomes of a request's groups and sends its one final response: with the last, or the first error.
-
-    Args:
-        request: What is answered.
-        pool: Makes the outputs: a long list of labels or spans takes a while.
-        meter: Notes how long the request has waited.
-    """
+    """Collects the outcomes of a request's groups and sends one final response: with the last, or the first error."""
 
     def __init__(self, request: InferenceRequest, pool: ThreadPoolExecutor, meter: Meter) -> None:
         self.request = request
@@ -42,7 +36,6 @@ class Answer(Listener[Any]):
         self._num_groups, self._make_outputs = num_groups, make_outputs
 
     def is_cancelled(self) -> bool:
-        """Whether the request is cancelled or refused."""
         return self._ended.is_set() or self.request.is_cancelled()
 
     def check_wanted(self) -> None:

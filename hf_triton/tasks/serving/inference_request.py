@@ -91,11 +91,7 @@ class InferenceRequest(ABC):
     @property
     @abstractmethod
     def parameters(self) -> Mapping[str, object]:
-        """The request's parameters by name.
-
-        Raises:
-            RequestError: They cannot be read.
-        """
+        """The request's parameters by name; raises RequestError if they cannot be read."""
 
     @abstractmethod
     def requested_outputs(self) -> list[str]:

@@ -220,8 +220,6 @@ class _SequenceTimer(SequenceObserver):
 
 
 class _SequenceMeter(_SequenceTimer):
-    """Times the tokens of one sequence group."""
-
     def __init__(self, meter: MetricsMeter, group: SequenceGroup) -> None:
         super().__init__(group)
         self._meter = meter

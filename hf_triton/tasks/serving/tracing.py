@@ -35,12 +35,7 @@ class _Answered(NamedTuple):
 
 
 class RequestTracer:
-    """Makes the spans of one model's requests.
-
-    Args:
-        tracing: Sends them.
-        model_name: The model's.
-    """
+    """Makes the spans of one model's requests."""
 
     def __init__(self, tracing: Tracing, model_name: str) -> None:
         self._tracing = tracing

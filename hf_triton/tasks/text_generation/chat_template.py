@@ -38,7 +38,6 @@ class ChatTemplate:
     """Renders chats as prompts. Thread-safe.
 
     Args:
-        tokenizer: A transformers tokenizer.
         text: A Jinja template to use instead of the tokenizer's own, which may be several, one of them for tools.
         max_bytes: Limit of a rendered chat, as UTF-8.
     """
@@ -170,11 +169,7 @@ def _render_error(error: Exception) -> RequestError:
 
 @lru_cache
 def variables_of(template: str) -> frozenset[str]:
-    """The variables that a template reads and does not set itself.
-
-    Raises:
-        jinja2.TemplateSyntaxError: It is not Jinja.
-    """
+    """The variables that a template reads and does not set; raises jinja2.TemplateSyntaxError if it is not Jinja."""
     from jinja2 import Environment, meta, nodes, parser
     from jinja2.ext import Extension, loopcontrols
 
@@ -191,11 +186,7 @@ def variables_of(template: str) -> frozenset[str]:
 
 
 def load_chat_template(setting: str | None, model_folder: Path) -> str | None:
-    """Read the folder's template; None if it has none.
-
-    Args:
-        setting: The setting `chat_template`: a file, relative to the model folder.
-        model_folder: The folder with config.pbtxt.
+    """Read the file that the setting `chat_template` names, relative to the model folder; None if it names none.
 
     Raises:
         SettingsError: The file cannot be read, or is not Jinja.

@@ -50,14 +50,12 @@ class Form:
     calls_apart: bool = False
     """Whether each call is a message of its own, its result behind it."""
     calls_as_text: bool = False
-    """Whether calls are the text of their message."""
     json_arguments: bool = False
     """Whether the arguments of calls are JSON text."""
     fills_tools: bool = False
     """Whether tools get the optional fields that they lack."""
 
     def messages(self, messages: Sequence[Message]) -> list[Message]:
-        """The conversation in this form."""
         made = [_renamed(message) if message["role"] in self.renames else message for message in messages]
         if self.systems is not Systems.ANYWHERE:
             made = _with_moved_systems(made, self.systems)
@@ -68,7 +66,6 @@ class Form:
         return [_with_json_arguments(message) for message in made] if self.json_arguments else made
 
     def tools(self, tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """The tools in this form."""
         return [_filled(tool) for tool in tools] if self.fills_tools else list(tools)
 
 
@@ -87,13 +84,7 @@ CALL_FORMS: Final = (
 
 
 def forms_of_roles(call_forms: Sequence[Form], *, names_developer: bool, may_fill: bool) -> Iterator[Form]:
-    """The forms that a conversation may take, the most faithful first.
-
-    Args:
-        call_forms: The forms of its calls.
-        names_developer: Whether the template names the role `developer`.
-        may_fill: Whether a tool lacks fields.
-    """
+    """The forms that a conversation may take, the most faithful first."""
     own = () if names_developer else (DEVELOPER,)
     for fills_tools in (False, True) if may_fill else (False,):
         for form in call_forms:
@@ -224,7 +215,6 @@ class Part:
     """A part of a conversation that a template must write."""
 
     index: int
-    """The message."""
     is_call: bool
 
 

@@ -24,7 +24,6 @@ class TextStream:
     """The text of one sequence, token by token. Made by `TextCodec.stream`; for one thread at a time.
 
     Args:
-        codec: The tokenizer.
         prompt_ids: The tokens that the text continues.
         stop_strings: The text ends before the first of them; none is empty.
         includes_stop: Whether it ends after it instead.
@@ -56,15 +55,7 @@ class TextStream:
 
 
 class MarkedTextStream(TextStream):
-    """A text stream that also keeps the text with some of the special tokens in it.
-
-    Args:
-        codec: The tokenizer.
-        prompt_ids: The tokens that the text continues.
-        stop_strings: The text ends before the first of them; special tokens do not count.
-        includes_stop: Whether it ends after it instead.
-        markers: The special tokens to keep, and their text.
-    """
+    """A text stream that also keeps the text with `markers` in it, some special tokens by id and their text."""
 
     def __init__(
         self,

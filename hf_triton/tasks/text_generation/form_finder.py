@@ -42,11 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 class FormFinder:
-    """Writes conversations in any form, and finds the form for a template. Thread-safe.
-
-    Args:
-        tokenizer: A transformers tokenizer.
-    """
+    """Writes conversations in any form, and finds the form for a template. Thread-safe."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -56,11 +52,6 @@ class FormFinder:
 
     def forms(self, chat: Chat, template: str, variables: Mapping[str, Any]) -> Sequence[Form]:
         """The form of a chat that a template writes in full; all that there are if it fails with each.
-
-        Args:
-            chat: The chat.
-            template: Jinja.
-            variables: What the template gets beside the chat.
 
         Raises:
             RequestError: It writes a part of the chat in no form.
@@ -85,15 +76,7 @@ class FormFinder:
     def write(
         self, chat: Chat, template: str, variables: Mapping[str, Any], form: Form, *, continues: bool = False
     ) -> str:
-        """The prompt of a chat in a form; raises whatever the template raises.
-
-        Args:
-            chat: The chat.
-            template: Jinja.
-            variables: What the template gets beside the chat.
-            form: How messages and tools are handed to it.
-            continues: Whether the prompt ends inside the last message.
-        """
+        """The prompt of a chat in a form, in its last message if it `continues`; raises what the template does."""
         messages = form.messages(chat.messages)
         tools = None if chat.tools is None else form.tools(chat.tools)
         return self._write(chat, template, variables, messages, tools, continues=continues)
@@ -175,7 +158,6 @@ class FormFinder:
         return forms
 
     def _log_lost_text(self) -> None:
-        """Log the first conversation that has such a text."""
         if not self._has_lost_texts:
             self._has_lost_texts = True
             logger.warning("the chat template writes no text beside an assistant's tool calls: it is left out")

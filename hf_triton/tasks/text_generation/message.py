@@ -48,11 +48,7 @@ class MessageReader:
         self._content += text
 
     def finish(self, *, is_cut: bool = False) -> None:
-        """Read what was held back; the completion has ended.
-
-        Args:
-            is_cut: Whether the model would have gone on: the beginning of a tag of reasoning at the end is no text.
-        """
+        """Read what was held back at the end; if it is cut, the beginning of a tag of reasoning is no text."""
 
     def take(self) -> dict[str, Any]:
         """What was read since the last call, as the delta of a stream."""
@@ -94,12 +90,7 @@ class MessageReader:
 
 
 class ThinkingReader(MessageReader):
-    """Reads thinking as reasoning, and what follows by another reader.
-
-    Args:
-        build_answer: Makes the reader of what follows.
-        thinking: The tags, and whether the prompt opens the block.
-    """
+    """Reads thinking as reasoning, and what follows by another reader."""
 
     def __init__(self, build_answer: Callable[[], MessageReader], thinking: Thinking) -> None:
         super().__init__()
@@ -111,7 +102,6 @@ class ThinkingReader(MessageReader):
         self._read: Callable[[str], None] = self._read_thought if thinking.is_open else self._read_start
 
     def feed(self, text: str) -> None:
-        """Read a piece of the completion."""
         text, self._unread = self._unread + text, ""
         self._read(text)
 
@@ -176,13 +166,7 @@ def _without_start_of(tag: str, text: str) -> str:
 
 
 class NamedCallReader(MessageReader):
-    """Reads one call, of a tool that the request names.
-
-    Args:
-        name: The tool.
-        is_input: Whether the completion is the text of a custom tool, and not arguments.
-        options: Those of `MessageReader`.
-    """
+    """Reads one call, of a tool that the request names: its arguments, or the text of a custom tool."""
 
     def __init__(self, name: str, *, is_input: bool = False, **options: Any) -> None:
         super().__init__(**options)
@@ -192,7 +176,6 @@ class NamedCallReader(MessageReader):
         self._is_whole = name in self._custom_names and not is_input
 
     def feed(self, text: str) -> None:
-        """Read a piece of the arguments, or of the text."""
         if not text:
             return
         kind, field = (CUSTOM, INPUT) if self._is_input else ("function", "arguments")
@@ -252,7 +235,6 @@ class CallArrayReader(MessageReader):
         self._json = JsonDepth()
 
     def feed(self, text: str) -> None:
-        """Read a piece of the array."""
         start = 0
         for index, letter in enumerate(text):
             before = self._json.depth
@@ -280,12 +262,7 @@ class CallArrayReader(MessageReader):
 
 
 class RequiredCallReader(CallArrayReader):
-    """Reads an array of calls, or the name of a custom tool, a line end, and its text.
-
-    Args:
-        input_names: The custom tools.
-        options: Those of `MessageReader`.
-    """
+    """Reads an array of calls, or the name of a custom tool, a line end, and its text."""
 
     def __init__(self, input_names: frozenset[str], **options: Any) -> None:
         super().__init__(**options)
@@ -294,7 +271,6 @@ class RequiredCallReader(CallArrayReader):
         self._is_input = False
 
     def feed(self, text: str) -> None:
-        """Read a piece of the completion."""
         if self._start is not None:
             text = self._start + text
             self._start = None

@@ -54,29 +54,16 @@ class Piece:
 
 
 class OutputEncoder:
-    """Encodes the outputs that a request asks for.
-
-    Args:
-        checked: The request.
-        output_names: The outputs that the folder declares.
-        preparer: Has the model's tokenizer.
-    """
-
     def __init__(self, checked: GenerationRequest, output_names: list[str], preparer: PromptPreparer) -> None:
         self._checked = checked
         self._output_names = output_names
         self._preparer = preparer
 
     def encode(self, pieces: list[tuple[PreparedPrompt, Piece]]) -> dict[str, Array]:
-        """The outputs of the final response.
-
-        Args:
-            pieces: In row order, those of one prompt side by side.
-        """
+        """The outputs of the final response, of pieces in row order, those of one prompt side by side."""
         return self._encode(self._names(pieces), pieces)
 
     def encode_deltas(self, pieces: list[tuple[PreparedPrompt, Piece]], *, is_first: bool) -> dict[str, Array]:
-        """The outputs of one response of a stream."""
         streamed = FIRST_STREAMED if is_first else STREAMED
         return self._encode([name for name in self._names(pieces) if name in streamed], pieces)
 

@@ -66,7 +66,6 @@ class Encoded:
 
     @cached_property
     def model_text(self) -> str:
-        """The text that the model gets."""
         return self.codec.decode(self.ids, keeps_special_tokens=True) if self.texts is None else self.texts[1]
 
 
@@ -76,7 +75,6 @@ class PreparedPrompt:
 
     asked: TaskParams
     ids: list[int]
-    """The prompt's tokens."""
     params: SamplingParams = NOTHING
     preceding_ids: list[int] = field(default_factory=list)
     """The tokens that its completions continue: its own, or none for an encoder-decoder model."""
@@ -94,18 +92,7 @@ class PreparedPrompt:
 
 
 class PromptPreparer:
-    """Prepares prompts. May be used from several threads.
-
-    Args:
-        codec: The model's tokenizer.
-        chat_template: Renders chats.
-        grammars: Compiles grammars.
-        hooks: The folder's own.
-        messages: Makes messages of completions.
-        adapters: The folder's LoRA adapters.
-        defaults: What holds if a request does not say.
-        text_to_text: The folder's task; None: text generation.
-    """
+    """Prepares prompts. May be used from several threads."""
 
     def __init__(
         self,
@@ -157,7 +144,6 @@ class PromptPreparer:
         )
 
     def adapter_names(self, request: GenerationRequest) -> set[str]:
-        """The adapters of a request's prompts."""
         default = self._defaults.first("lora_name")
         names = {default if own.lora_name is None else own.lora_name for own in request.parameters}
         return {name for name in names if name}
@@ -170,11 +156,6 @@ class PromptPreparer:
 
     def prepare(self, request: GenerationRequest, row: int, *, streams: bool) -> PreparedPrompt:
         """Prepare one prompt, all but its grammar.
-
-        Args:
-            request: The checked request.
-            row: The prompt's index.
-            streams: Whether its completions are streamed.
 
         Raises:
             RequestError: The prompt, or the tokens that it asks for, do not fit; or its parameters contradict each

@@ -189,7 +189,6 @@ def _merge(layers: Sequence[GenerationParameters]) -> dict[str, Any]:
 
 
 def _grammar(layers: Sequence[GenerationParameters]) -> Grammar | None:
-    """The grammar of the first layer that sets any."""
     index = next((index for index, layer in enumerate(layers) if layer.gives_grammar), None)
     grammar = None if index is None else layers[index].grammar
     if index is None or grammar is None:
@@ -230,12 +229,7 @@ def _num_beams(layers: Sequence[GenerationParameters]) -> int:
 
 
 def _check_params(params: SamplingParams, request: GenerationParameters) -> None:
-    """Refuse contradictions between layers.
-
-    Args:
-        params: Resolved from all layers.
-        request: The first layer.
-    """
+    """Refuse contradictions between layers."""
     if params.num_beams == 1:
         _check_without_beams(params, request)
     try:

@@ -44,7 +44,6 @@ class _Writing:
     unsent: str
     """What a stream sends before the first delta."""
     reader: MessageReader | None
-    """Reads the message of a stream."""
     seen: str = ""
     """The text that a stopping rule has seen."""
     piece: Piece = field(default_factory=Piece)
@@ -60,12 +59,7 @@ class _Writing:
         return piece
 
     def read(self, text: str, ended_by: FinishReason | None = None) -> dict[str, Any]:
-        """Read new text. Returns the delta of the message.
-
-        Args:
-            text: What is new.
-            ended_by: Why the completion has ended; None: it goes on.
-        """
+        """Read new text, the last if `ended_by` says why the completion has ended. Returns the message's delta."""
         if self.reader is None:
             return {}
         self.reader.feed(text)
@@ -80,10 +74,6 @@ class GenerationResponse(SequenceListener):
     """Collects the outcomes of a request's prompts and sends its one final response: with the last, or the first error.
 
     Args:
-        request: What is answered.
-        checked: The same, checked.
-        config: How the folder's requests are answered.
-        preparer: Has the model's tokenizer and the folder's hooks.
         pool: Builds the responses that take long, so that the sender's thread does not wait.
     """
 
@@ -255,7 +245,6 @@ class GenerationResponse(SequenceListener):
         return not had_ended
 
     def _takes_long(self) -> bool:
-        """Whether the response takes long to build and to send."""
         completions = [completion for row in self._completions.values() for completion in row]
         num_logprobs = sum(len(each.logprobs or ()) + len(each.prompt_logprobs or ()) for each in completions)
         return (

@@ -215,8 +215,6 @@ class TemplateReader(MessageReader):
         template: transformers' `ResponseTemplate`.
         prefix: The end of the prompt that is a part of the message, such as `<think>`.
         tools: The functions of the request, whose schemas tell the types of arguments.
-        is_parallel: Whether the message may have more than one tool call.
-        options: Those of `MessageReader`.
     """
 
     def __init__(
@@ -241,7 +239,6 @@ class TemplateReader(MessageReader):
         self._content_space = self._reasoning_space = ""  # held back
 
     def feed(self, text: str) -> None:
-        """Read a piece of the completion."""
         for start in range(0, len(text), MAX_PIECE):
             self._feed_piece(self._cut_space(text[start : start + MAX_PIECE]))
 

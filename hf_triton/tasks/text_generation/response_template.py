@@ -79,9 +79,6 @@ class MessageFormat:
     def thinking(self, prompt: str) -> Thinking | None:
         """The tags of the thinking that completions of a prompt may begin with.
 
-        Args:
-            prompt: Its text, a chat rendered.
-
         Returns:
             None: the messages have none, its tags are patterns, or the prompt holds the whole block or the answer's
             beginning.
@@ -100,14 +97,7 @@ class MessageFormat:
     def plan(
         self, chat: Chat | None, prompt: str, *, is_constrained: bool, thinking: Thinking | None = None
     ) -> MessagePlan:
-        """How the completions of a prompt are read.
-
-        Args:
-            chat: The chat that is the prompt, if it is one.
-            prompt: Its text, the chat rendered.
-            is_constrained: Whether the request or the folder constrains the output, which is content then.
-            thinking: What a constrained output may begin with.
-        """
+        """How the completions of a prompt are read; output that the request or the folder constrains is content."""
         if is_constrained and thinking is not None:
             build_answer = self.plan(chat, prompt, is_constrained=True).build_reader
             words = "\n".join(thinking.spellings)
@@ -237,12 +227,7 @@ def shipped_template(name: str) -> Spec:
 
 
 def load_response_template(setting: str | None, model_folder: Path) -> Spec | str | None:
-    """Read the folder's response template.
-
-    Args:
-        setting: The setting `response_template`: the name of a shipped one, `none`, or a JSON file, relative to the
-            model folder.
-        model_folder: The folder with config.pbtxt.
+    """Read the folder's response template: a shipped one's name, `none`, or a JSON file, relative to the folder.
 
     Returns:
         The response template; `NONE`; or None if the folder does not say.
@@ -283,14 +268,7 @@ def build_message_format(
     chat_template: str | None,
     special_tokens: Mapping[int, str],
 ) -> MessageFormat:
-    """How the completions of a loaded model become messages; the log says by which response template.
-
-    Args:
-        folder_template: See `load_response_template`.
-        tokenizer: A transformers tokenizer.
-        chat_template: The folder's own, in place of the tokenizer's.
-        special_tokens: See `MessageFormat`.
-    """
+    """How the completions of a loaded model become messages; the log says by which response template."""
     own = getattr(tokenizer, "chat_template", None) or ""
     text = chat_template or ("\n".join(own.values()) if isinstance(own, dict) else own)
     build = partial(MessageFormat, special_tokens=special_tokens, has_short_ids="length != 9" in text)

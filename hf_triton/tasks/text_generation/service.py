@@ -58,11 +58,8 @@ class TextGenerationService(EngineService):
 
     Args:
         engine: Runs the sequences. It is closed with this service.
-        preparer: Prepares prompts.
-        limits: What one request may hold.
         max_waiting: Prompts that may wait; see `AdmissionGate`.
         returns_timings: Whether the server's responses can have parameters.
-        info: What the model is.
     """
 
     _engine: GenerationEngine
@@ -94,7 +91,6 @@ class TextGenerationService(EngineService):
         self._pools += [self._grammar_pool, self._response_pool]
 
     def submit(self, request: InferenceRequest, config: ResponseConfig) -> None:
-        """Check a request and start it, see `RequestService`."""
         inputs = request.inputs()
         named = config.named_outputs(request)
         checked = parse_request(inputs, with_named_outputs(request.parameters, inputs, named), self._limits)
@@ -204,23 +200,7 @@ def build_text_generation(
     response_template: Spec | str | None = None,
     gpu_part: GpuPart = WHOLE_GPU,
 ) -> TextGenerationService:
-    """The service of a loaded checkpoint, its engine running.
-
-    Args:
-        checkpoint: Model and tokenizer.
-        settings: The folder's.
-        hooks: The folder's own.
-        hub: Finds adapters.
-        chat_template: The folder's own, in place of the tokenizer's.
-        on_fatal: Called after the engine has failed for good.
-        observer: Observes the engine.
-        returns_timings: Whether the server's responses can have parameters.
-        response_template: The folder's own, see `load_response_template`.
-        gpu_part: What the model may take of a GPU.
-
-    Raises:
-        LoadError: No engine can run the model, or the folder's defaults contradict it.
-    """
+    """The running service of a checkpoint; raises LoadError if no engine runs it, or its defaults contradict it."""
     from hf_triton.engine.choose import build_engine
     from hf_triton.engine.options import EngineOptions
     from hf_triton.runner.cpu import accelerate

@@ -22,8 +22,6 @@ Call = tuple[Any, dict[str, str]]
 
 @dataclass(frozen=True)
 class CallTags:
-    """The patterns of a call's tags."""
-
     opening: Any
     """Begins a call."""
     closing: Any
@@ -34,11 +32,7 @@ class CallTags:
     """Ends a value."""
 
     def calls(self, text: str, start: int) -> Mapping[int, Call]:
-        """The calls of a completion, by where what follows the opening begins.
-
-        Args:
-            text: The whole completion.
-            start: Behind the opening of its first call.
+        """The calls of a completion from `start`, behind the first opening, by where what follows theirs begins.
 
         Returns:
             Nothing if no reading makes sense of all tags. The last call may be missing: it is cut off.

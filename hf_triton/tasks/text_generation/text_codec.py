@@ -95,11 +95,7 @@ class TextCodec:
         return strings
 
     def check_ids(self, name: str, ids: Sequence[int]) -> None:
-        """Refuse token ids that the model does not have.
-
-        Raises:
-            RequestError: The message names the first one.
-        """
+        """Refuse token ids that the model does not have; the RequestError names the first one."""
         if max(ids, default=0) >= self.vocabulary_size:
             index = next(index for index, token_id in enumerate(ids) if token_id >= self.vocabulary_size)
             raise RequestError(
@@ -244,5 +240,4 @@ def _delegates_to_backend(tokenizer: Any, methods: tuple[str, ...]) -> bool:
 
 
 def _is_tail(tail: tuple[int, ...], ids: tuple[int, ...]) -> bool:
-    """Whether `ids` ends with `tail` and is longer."""
     return len(tail) < len(ids) and ids[-len(tail) :] == tail

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from hf_triton.errors import CheckpointError, RequestError, clip
-from hf_triton.files import read_json
+from hf_triton.hub.kind import read_object
 from hf_triton.protocol.names import TEXT_TO_TEXT
 from hf_triton.sentence import param, param_list
 
@@ -76,8 +76,6 @@ class Languages:
 
 @dataclass(frozen=True)
 class TextToText:
-    """One of the tasks for one checkpoint."""
-
     name: str
     prefix: str = ""
     pairs: Mapping[tuple[str, str], str] = field(default_factory=dict)
@@ -85,16 +83,7 @@ class TextToText:
     languages: Languages | None = None
 
     def direction(self, text: str, src_lang: str | None, tgt_lang: str | None) -> Direction:
-        """How a prompt is given to the model.
-
-        Args:
-            text: The prompt.
-            src_lang: The request's, or the folder's default.
-            tgt_lang: The same for the translation.
-
-        Raises:
-            RequestError: A language is missing or unknown, or the model takes none.
-        """
+        """How a prompt is given to the model; raises RequestError if a language is missing, unknown or not taken."""
         if self.languages is not None:
             return self.languages.direction(src_lang, tgt_lang)
         given = next((name for name, value in (("src_lang", src_lang), ("tgt_lang", tgt_lang)) if value), None)
@@ -123,7 +112,7 @@ def build_text_to_text(name: str | None, checkpoint: Checkpoint) -> TextToText |
     """
     if name not in TEXT_TO_TEXT:
         return None
-    config = _read_config(checkpoint)
+    config = read_object(checkpoint.folder / "config.json")  # transformers 5 keeps no `task_specific_params`
     by_task = config.get("task_specific_params")
     settings = _settings(name, by_task if isinstance(by_task, dict) else {})
     pairs = {}
@@ -192,12 +181,3 @@ def _settings(name: str, by_task: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in first.items()
         if key != "prefix" and all(other.get(key) == value for other in pairs)
     }
-
-
-def _read_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The checkpoint's config.json; transformers 5 keeps no `task_specific_params`."""
-    try:
-        value = read_json(checkpoint.folder / "config.json")
-    except (OSError, ValueError):  # a folder's own `load` made the checkpoint
-        return {}
-    return value if isinstance(value, dict) else {}
