@@ -32,6 +32,8 @@ ENCODER_TASKS: Final[dict[str, str]] = {
 DECLARED_TASKS: Final[dict[str, str]] = {**ENCODER_TASKS, "automatic-speech-recognition": "SpeechRecognition"}
 """Tasks that generate no text, or none from a prompt. Each is a class in the module of its own name, with
 underscores."""
+SERVED: Final = {"EncoderTask", "SpeechRecognition"}
+"""Classes of which a task is a subclass, as each has a service."""
 
 
 VARIANTS: Final[dict[tuple[str, str], str]] = {
@@ -73,10 +75,9 @@ def folder_task(own: type[Task] | None, settings: ModelSettings, model_folder: P
 def _check_own(own: object) -> None:
     """Refuse what is no task; the SettingsError says what a task class is."""
     from hf_triton.protocol.task_declaration import TaskDeclaration
-    from hf_triton.tasks.automatic_speech_recognition import SpeechRecognition
-    from hf_triton.tasks.encoder_task import EncoderTask
+    from hf_triton.tasks.task import Task
 
-    if not (isinstance(own, type) and issubclass(own, EncoderTask | SpeechRecognition)):
+    if not (isinstance(own, type) and issubclass(own, Task) and SERVED & {base.__name__ for base in own.mro()}):
         raise SettingsError(
             f"task_class of 1/model.py must be a subclass of hf_triton.tasks.encoder_task.EncoderTask, got {clip(own)}"
         )
