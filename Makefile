@@ -94,9 +94,9 @@ test-all: $(SETUP) $(PERF_ANALYZER) $(PROGRAMS) $(TRITON) ## Run every test: all
 	$(call pytest,not container)
 
 # What another Python can break is how a module is compiled and imported, Triton's stub, threads and event loops: each client
-# and stream of Triton once, a download from the Hub, each task, and each API, disconnect and process of a gateway.
+# and stream of Triton once, a download from the Hub, encoders, and each API, disconnect and process of a gateway.
 ON_PYTHON312 := $(addprefix tests/server/test_,clients.py requested_outputs.py streaming.py encoders.py) \
-  $(addprefix tests/openai/test_,chat.py completions.py disconnect.py http.py messages.py pipelines.py responses.py restart.py \
+  $(addprefix tests/openai/test_,chat.py completions.py disconnect.py http.py messages.py responses.py restart.py \
   run_batch.py)
 OF_PYTHON312 = VENV=.venv/python312 PYTHON=$(PYTHON312)
 test-python312: setup-python312 ## Test what another Python can break on Python 3.12, if there is one (6 GB)
@@ -107,7 +107,7 @@ setup-python312: $(SETUP)
 	  @echo "test-python312 is skipped: there is no Python 3.12 that runs; make test-python312 PYTHON312=/path/to/python3.12")
 
 on-python312: $(SETUP)
-	$(call pytest,not container)
+	$(call pytest,not container and not full)
 
 # perf_analyzer comes in an older client wheel, and finds two libraries in the server's wheel.
 $(PERF_ANALYZER): $(SETUP)
