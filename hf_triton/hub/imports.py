@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Imports transformers without the packages that it takes wherever they are installed, and a model does not ask for.
 
-Each costs every model process tenths of a second and tens of megabytes. transformers looks for a package once in a
-process, so what is hidden at its import stays so for it; a folder's own code can import it all the same.
+Each costs every model process tenths of a second and tens of megabytes, as do torch's distributed tensors. transformers
+looks for a package once in a process, so what is hidden at its import stays so for it; a folder's own code can import
+it all the same.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from hf_triton.files import read_text
+from hf_triton.hub.compiler_stand_ins import put_stand_ins
 from hf_triton.settings import ModelSettings
 
 IMAGES: Final = "image", "vision", "pil"
@@ -31,6 +33,8 @@ ASKED_BY: Final[dict[str, Collection[str]]] = {
     "torchaudio": SOUND,
 }
 """Packages, each with the words of a checkpoint's config or of own code that ask for it."""
+FOR_TORCH: Final = "torch.compile", "torch._dynamo", "torch.distributed"
+"""Words that ask for torch's compiler or distributed tensors."""
 
 
 def import_transformers(sources: Iterable[Path], settings: ModelSettings) -> None:
@@ -44,7 +48,10 @@ def import_transformers(sources: Iterable[Path], settings: ModelSettings) -> Non
     asked = {name for name, words in ASKED_BY.items() if name in sys.modules or any(word in text for word in words)}
     gc.disable()
     try:
-        with hidden(ASKED_BY.keys() - asked):
+        with hidden(ASKED_BY.keys() - asked), contextlib.ExitStack() as stack:
+            if not asked and not any(word in text for word in FOR_TORCH):
+                put_stand_ins()
+                stack.enter_context(_without_distributed())  # which other packages would be told too
             from transformers import AutoModel, AutoTokenizer, GenerationMixin, PreTrainedModel  # noqa: F401
             from transformers.processing_utils import ProcessorMixin  # noqa: F401  # looks for those of sound
     finally:
@@ -60,6 +67,19 @@ def _own_text(sources: Iterable[Path], settings: ModelSettings) -> str:
             with contextlib.suppress(OSError, ValueError):  # which says more where the file is needed
                 texts.append(read_text(path, errors="replace"))
     return "\n".join(texts).lower()
+
+
+@contextlib.contextmanager
+def _without_distributed() -> Iterator[None]:
+    """Let torch say that it was built without its distributed package."""
+    import torch
+
+    is_available = torch.distributed.is_available
+    torch.distributed.is_available = lambda: False
+    try:
+        yield
+    finally:
+        torch.distributed.is_available = is_available
 
 
 @contextlib.contextmanager

@@ -17,7 +17,8 @@ pytestmark = pytest.mark.full
 
 HEAVY = {
     "PIL", "bitsandbytes", "numba", "onnx", "onnxruntime", "pandas", "peft", "scipy", "sentence_transformers",
-    "sklearn", "soundfile", "torchao", "torchaudio", "torchvision",
+    "sklearn", "soundfile", "sympy.core", "torch._dynamo.config", "torch.distributed.tensor", "torchao", "torchaudio",
+    "torchvision",
 }  # fmt: skip
 LISTS_MODULES = """
 import sys
@@ -40,6 +41,22 @@ import_transformers([Path(sys.argv[1])], settings)
 from transformers.utils import is_scipy_available, is_torchao_available
 assert is_torchao_available() and not is_scipy_available()
 import scipy
+"""
+
+COMPILES = """
+import importlib.util, sys
+from hf_triton.hub.imports import import_transformers
+from hf_triton.settings import ModelSettings
+
+import_transformers([], ModelSettings(huggingface_model="x"))
+assert importlib.util.find_spec("sympy").origin and torch.distributed.is_available() and not "sympy.core" in sys.modules
+{first}
+assert torch.compile(lambda x: x + 1, backend="eager", fullgraph=True)(torch.ones(1)).item() == 2
+import sympy, torch._dynamo, torch._dynamo.utils as utils, torch.distributed.tensor
+from transformers.masking_utils import TransformGetItemToIndex
+with TransformGetItemToIndex():
+    assert torch.arange(9)[torch.tensor(4)].item() == 4
+assert sympy.Symbol("x") + 0 == sympy.Symbol("x") and torch._dynamo.utils is utils is sys.modules["torch._dynamo.utils"]
 """
 
 
@@ -76,4 +93,13 @@ def test_a_process_of_texts_imports_nothing_of_encoders(modules: dict[str, set[s
 
 def test_what_a_folder_asks_for_is_seen_and_own_code_imports_the_rest(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", ASKED, tmp_path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "first", ["import torch", "from torch._dynamo.utils import warn_once", "import sympy; sympy.Symbol"]
+)
+def test_torchs_compiler_comes_when_own_code_asks_for_it(first: str) -> None:
+    code = "import torch\n" + COMPILES.format(first=first)
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
