@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import secrets
 import string
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -19,6 +19,8 @@ from hf_triton.protocol.thinking_switches import Thinking
 REASONING_CONTENT: Final = "reasoning_content"
 BARE_CALL: Final = frozenset({"name", "id", "type"})
 """What a call without arguments may have: other objects with a name are answers."""
+MAX_QUOTE: Final = 32
+"""Characters of what a string begins or ends with."""
 ALPHANUMERIC: Final = string.ascii_letters + string.digits
 
 
@@ -196,21 +198,38 @@ class NamedCallReader(MessageReader):
 
 
 class JsonDepth:
-    """Finds the end of a JSON object or array, read piece by piece."""
+    """Finds the end of an object or array of JSON, or of a like syntax, read piece by piece.
 
-    def __init__(self) -> None:
+    Args:
+        quotes: What strings begin and end with.
+        escape: The letter that escapes the next one in a string; an empty string if none does.
+    """
+
+    def __init__(self, quotes: Sequence[tuple[str, str]] = (('"', '"'),), escape: str = "\\") -> None:
         self.depth = 0
         self._num_read = 0
-        self.is_in_string = False
+        self._quotes = quotes
+        self._escape = escape
         self._is_escaped = False
+        self._end_quote = ""  # of the string that has begun
+        self._tail = ""  # the last letters, which may be a quote
+
+    @property
+    def is_in_string(self) -> bool:
+        """Whether a string has begun and not ended."""
+        return bool(self._end_quote)
 
     def read(self, letter: str) -> None:
         """Read a letter; `depth` is that behind it."""
-        if self.is_in_string:
-            self.is_in_string = self._is_escaped or letter != '"'
-            self._is_escaped = letter == "\\" and not self._is_escaped
-        elif letter == '"':
-            self.is_in_string = True
+        self._tail = self._tail[-MAX_QUOTE + 1 :] + letter
+        if self._is_escaped:
+            self._is_escaped = False
+        elif self._end_quote:
+            self._is_escaped = letter == self._escape
+            if self._tail.endswith(self._end_quote):
+                self._end_quote = self._tail = ""
+        elif end_quotes := [end for start, end in self._quotes if self._tail.endswith(start)]:
+            self._end_quote, self._tail = end_quotes[0], ""
         elif letter in "[{":
             self.depth += 1
         elif letter in "]}":

@@ -220,6 +220,11 @@ def shipped_markers() -> dict[str, list[str]]:
     return {name: _read(FOLDER / f"{name}.json")["markers"] for name in shipped_names()}
 
 
+def shipped_families() -> dict[str, str]:
+    """The families of models that write by each of them; the files also name where their form is from."""
+    return {name: _read(FOLDER / f"{name}.json")["families"] for name in shipped_names()}
+
+
 def shipped_template(name: str) -> Spec:
     """One of the response templates that come with this package."""
     spec: Spec = _read(FOLDER / f"{name}.json")["response_template"]
