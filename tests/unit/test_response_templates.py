@@ -121,6 +121,7 @@ EXAMPLES: list[tuple[str, str, str, str | None, str | None, list[str]]] = [
         [CITY, "{}"],
     ),
     ("gemma4", "<|turn>model\n<|channel>thought\n<channel|>", "Yes.<channel|>", "Yes.", None, []),
+    ("gemma4", "<|turn>model\n", "<|channel><|channel>thought\nHm.<channel|>Yes.<channel|>", "Yes.", "Hm.", []),
     (
         "gemma4",
         "<|turn>tool\n<tool_response|>",
@@ -146,6 +147,7 @@ EXAMPLES: list[tuple[str, str, str, str | None, str | None, list[str]]] = [
         [CITY, CITY],
     ),
     ("kimi-k2", KIMI, f"<think>Hm.<|tool_calls_section_begin|>{KIMI_CALL}", None, "Hm.", [CITY]),
+    ("kimi-k2", KIMI, f"<think>Hm.{KIMI_CALL[:-17]}{KIMI_CALL[:-17]}", None, "Hm.", [CITY, CITY]),
     (
         "minimax-m2",
         "]~b]ai\n<think>\n",
@@ -408,7 +410,7 @@ def message(reader: MessageReader, text: str, step: int | None = None, *, is_cut
     reader.finish(is_cut=is_cut)
     made = reader.message()
     for call in made.get("tool_calls", ()):
-        assert call.pop("id").startswith("call_")
+        assert call.pop("id").startswith(("call_", "functions.weather:"))
     return made
 
 
@@ -642,6 +644,18 @@ def test_a_named_call_is_its_arguments() -> None:
     reader.feed(": 1}")
     assert reader.take() == {"tool_calls": [{"index": 0, "function": {"arguments": ": 1}"}}]}
     assert message(NamedCallReader("weather"), CITY, 1) == wanted(None, None, [CITY])
+
+
+def test_calls_of_kimi_have_the_ids_that_its_chat_template_writes() -> None:
+    call = {"id": "x", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    past = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
+    chat = parse_chat(
+        json.dumps([*past, {"role": "tool", "tool_call_id": "x", "content": "y"}]), {"tools": TOOLS}, 9999
+    )
+    reader = MessageFormat(shipped_template("kimi-k2"), {}).plan(chat, KIMI, is_constrained=False).build_reader()
+    reader.feed(KIMI_CALL * 2)
+    reader.finish()
+    assert [call["id"] for call in reader.message()["tool_calls"]] == ["functions.weather:1", "functions.weather:2"]
 
 
 def test_an_array_of_calls_gives_each_when_it_is_complete() -> None:

@@ -34,15 +34,26 @@ class MessageReader:
 
     Args:
         has_short_ids: Whether the ids of tool calls are short ones, see `new_call_id`.
+        call_id: The form of the ids if they are no random ones, with `{name}` and `{index}`.
+        num_past_calls: The tool calls of the conversation so far, for the first index.
         custom_names: Names of custom tools, whose calls have a text in place of arguments.
     """
 
-    def __init__(self, *, has_short_ids: bool = False, custom_names: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        *,
+        has_short_ids: bool = False,
+        call_id: str = "",
+        num_past_calls: int = 0,
+        custom_names: frozenset[str] = frozenset(),
+    ) -> None:
         self._content = ""
         self._reasoning = ""
         self._calls: list[dict[str, Any]] = []
         self._num_calls = 0
         self._has_short_ids = has_short_ids
+        self._call_id = call_id
+        self._num_past_calls = num_past_calls
         self._custom_names = custom_names
 
     def feed(self, text: str) -> None:
@@ -86,7 +97,9 @@ class MessageReader:
         self._start_call(CUSTOM, {"name": name, INPUT: text})
 
     def _start_call(self, kind: str, tool: dict[str, str]) -> None:
-        call_id = new_call_id(is_short=self._has_short_ids)
+        index = str(self._num_past_calls + self._num_calls)
+        call_id = self._call_id.replace("{name}", tool["name"]).replace("{index}", index)
+        call_id = call_id or new_call_id(is_short=self._has_short_ids)
         self._calls.append({"index": self._num_calls, "id": call_id, "type": kind, kind: tool})
         self._num_calls += 1
 

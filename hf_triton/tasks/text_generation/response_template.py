@@ -47,6 +47,8 @@ MAX_TAGS: Final = 128
 """Characters of the tags around thinking, and of what comes behind them."""
 TAGS: Final = "thinking"
 """Our own key of a response template: the tags around thinking, where those of its fields are no strings."""
+CALL_ID: Final = "call_id"
+"""Our own key of a response template: the form of the ids of tool calls, where the chat template writes them."""
 Spec = Mapping[str, Any]
 
 
@@ -65,8 +67,11 @@ class MessageFormat:
     def __init__(self, spec: Spec | None, special_tokens: Mapping[int, str], *, has_short_ids: bool = False) -> None:
         self._special_tokens = special_tokens
         self._has_short_ids = has_short_ids
+        self._call_id = "" if spec is None else spec.get(CALL_ID, "")
         self._with_tools = self._without_tools = _Template(None)
         if spec is not None:
+            if not isinstance(self._call_id, str):
+                raise ValueError(f"{CALL_ID} must be a string")
             self._with_tools = _Template(spec, special_tokens)
             fields = {name: value for name, value in spec["fields"].items() if name != TOOL_CALLS}
             self._without_tools = _Template({**spec, "fields": fields} if fields else None, special_tokens)
@@ -103,7 +108,12 @@ class MessageFormat:
             words = "\n".join(thinking.spellings)
             markers = {token_id: text for token_id, text in self._special_tokens.items() if text in words}
             return MessagePlan(partial(ThinkingReader, build_answer, thinking), markers)
-        options = {"has_short_ids": self._has_short_ids, "custom_names": chat.custom_names if chat else frozenset()}
+        options = {
+            "has_short_ids": self._has_short_ids,
+            "call_id": self._call_id,
+            "num_past_calls": sum(len(past.get("tool_calls", ())) for past in chat.messages) if chat else 0,
+            "custom_names": chat.custom_names if chat else frozenset(),
+        }
         if chat is not None and (call := chat.forced_call) is not None:
             if call.name is not None:
                 return MessagePlan(partial(NamedCallReader, call.name, is_input=call.is_input, **options))
@@ -178,7 +188,7 @@ class _TimedPattern:
 def _compile(spec: Spec) -> Any:
     from transformers.utils.chat_parsing.response_templates import load_response_template
 
-    template = load_response_template({name: value for name, value in spec.items() if name != TAGS})
+    template = load_response_template({name: value for name, value in spec.items() if name not in (TAGS, CALL_ID)})
     template.start_anchor_re = _TimedPattern(template.start_anchor_re)
     for field in template.fields.values():
         field.open_re = field.open_re and _TimedPattern(field.open_re)
