@@ -305,6 +305,7 @@ BLOCKS: list[tuple[str, str, bool | None]] = [
     ("deepseek-dsml", f"{R1}</think>", None),
     ("deepseek-dsml", DSML_RESULT, True),
     ("granite-3", GRANITE, False),
+    ("granite-3", f'{GRANITE}Hm<|end_of_text|>\n<|start_of_role|>assistant {{"length": "long"}}<|end_of_role|>', False),
     ("lfm2", IM, False),
     ("nemotron-nano-v2", "<SPECIAL_11>Assistant\n<think>\n", True),
     ("nemotron-nano-v2", "<SPECIAL_11>Assistant\n<think></think>", None),
@@ -583,7 +584,8 @@ TYPED = {"s": "[1]", "i": 2, "f": 1.5, "b": True, "o": {"a": [None]}, "a": ["x",
 def test_values_between_tags_have_the_types_of_the_schema(
     name: str, call: str, value: str, values: dict[str, str]
 ) -> None:
-    properties = {key: {"type": kind} for key, kind in TYPES.items()}
+    properties: dict[str, Any] = {key: {"type": kind} for key, kind in TYPES.items()}
+    properties["a"] = {"anyOf": [properties["a"], properties["n"]]}
     tools = [{"type": "function", "function": {"name": "weather", "parameters": {"properties": properties}}}]
     text = call.format("".join(value.format(*each) for each in values.items()))
     [made] = message(reader_of(shipped_template(name), tools=tools), text)["tool_calls"]

@@ -43,6 +43,7 @@ NUM_KEPT: Final = 256
 @cache
 def _parser_class() -> Any:
     from transformers.utils.chat_parsing import ResponseParser
+    from transformers.utils.chat_parsing.response_parser import _schema_types
 
     class LenientParser(ResponseParser):
         """A response parser that goes on after a malformed region, and forgets what it has read.
@@ -195,8 +196,8 @@ def _parser_class() -> Any:
             function = value.get("function") if isinstance(value, dict) else None
             if isinstance(function, dict) and isinstance(arguments := function.get("arguments"), dict):
                 for key, schema in (self._tool_params.get(function.get("name")) or {}).items():
-                    kind = schema.get("type") if isinstance(schema, dict) else None
-                    if kind in ("object", "array") and isinstance(text := arguments.get(key), str):
+                    is_text = "string" in (types := _schema_types(schema)) or not {"object", "array"} & {*types}
+                    if not is_text and isinstance(text := arguments.get(key), str):
                         arguments[key] = read_python(text)
             return value
 
