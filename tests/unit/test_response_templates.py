@@ -638,6 +638,34 @@ def test_markers_are_the_special_tokens_that_a_template_names() -> None:
     assert plan.markers.keys() == {1, 3}
 
 
+# the tags of a family that its vocabulary has as special tokens, by llama.cpp's preserved tokens and the templates
+SPECIAL_TAGS = {
+    "gemma4": '<|channel> <channel|> <|tool_call> <tool_call|> <|"|> <|tool_response>',
+    "functiongemma": "<start_function_call> <end_function_call> <escape> <start_function_response>",
+    "kimi-k2": "<think> </think> <|tool_calls_section_begin|> <|tool_calls_section_end|> <|tool_call_begin|> "
+    "<|tool_call_argument_begin|> <|tool_call_end|>",
+    "glm-4.5": "<think> </think> <tool_call> </tool_call> <arg_key> </arg_key> <arg_value> </arg_value>",
+    "minimax-m2": "<think> </think> <minimax:tool_call> </minimax:tool_call>",
+    "deepseek-dsml": "<think> </think> ｜DSML｜",
+    "granite-3": "<|tool_call|>",
+    "lfm2": "<think> </think> <|tool_call_start|> <|tool_call_end|>",
+    "nemotron-nano-v2": "</think> <TOOLCALL> </TOOLCALL>",
+    "seed-oss": "<seed:think> </seed:think> <seed:tool_call> </seed:tool_call>",
+    "command-r7b": "<|START_THINKING|> <|END_THINKING|> <|START_ACTION|> <|END_ACTION|> <|START_RESPONSE|> "
+    "<|END_RESPONSE|> <|START_TEXT|> <|END_TEXT|>",
+    "phi-4-mini": "<|tool_call|> <|/tool_call|>",
+    "pythonic": "<|python_tag|> <|python_start|> <|python_end|>",
+}
+
+
+@pytest.mark.parametrize(("name", "tags"), SPECIAL_TAGS.items())
+def test_tags_that_are_special_tokens_are_seen(name: str, tags: str) -> None:
+    tokens = dict(enumerate([*tags.split(), "<|endoftext|>"]))
+    chat = parse_chat('[{"role": "user", "content": "x"}]', {"tools": TOOLS}, 10_000)
+    plan = MessageFormat(shipped_template(name), tokens).plan(chat, "", is_constrained=False)
+    assert list(plan.markers.values()) == tags.split()
+
+
 def test_a_named_call_is_its_arguments() -> None:
     reader = NamedCallReader("weather")
     reader.feed('{"city"')

@@ -195,7 +195,7 @@ def _parser_class() -> Any:
             value = super()._coerce_tool_calls(value)
             function = value.get("function") if isinstance(value, dict) else None
             if isinstance(function, dict) and isinstance(arguments := function.get("arguments"), dict):
-                for key, schema in (self._tool_params.get(function.get("name")) or {}).items():
+                for key, schema in (self._tool_params.get(str(function.get("name"))) or {}).items():
                     is_text = "string" in (types := _schema_types(schema)) or not {"object", "array"} & {*types}
                     if not is_text and isinstance(text := arguments.get(key), str):
                         arguments[key] = read_python(text)
