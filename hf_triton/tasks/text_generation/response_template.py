@@ -42,13 +42,13 @@ logger = logging.getLogger(__name__)
 FOLDER: Final = Path(__file__).parent / "response_templates"
 NONE: Final = "none"
 """The setting that switches parsing off."""
+CALL_ID: Final = "call_id"
+"""Our own key of a response template: the form of the ids of tool calls, where the chat template writes them."""
 MAX_TEMPLATE_BYTES: Final = 1_000_000
 MAX_TAGS: Final = 128
 """Characters of the tags around thinking, and of what comes behind them."""
 TAGS: Final = "thinking"
 """Our own key of a response template: the tags around thinking, where those of its fields are no strings."""
-CALL_ID: Final = "call_id"
-"""Our own key of a response template: the form of the ids of tool calls, where the chat template writes them."""
 Spec = Mapping[str, Any]
 
 
