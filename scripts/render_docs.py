@@ -28,7 +28,7 @@ from hf_triton.settings import DoorSettings, FormerName, ModelSettings
 from hf_triton.tasks.registry import DECLARED_TASKS, ENCODER_TASKS, task_class
 from hf_triton.tasks.serving.metrics import METRICS
 from hf_triton.tasks.text_generation.response_parser import MAX_SEARCH_S
-from hf_triton.tasks.text_generation.response_template import shipped_markers
+from hf_triton.tasks.text_generation.response_template import shipped_families, shipped_markers
 from hf_triton_cli.serving.gateway_options import ALONE
 from hf_triton_gateway.chat.chat_completions import ChatRequest
 from hf_triton_gateway.chat.completions import CompletionRequest
@@ -288,10 +288,11 @@ def _one_line(text: str | None) -> str:
 
 
 def response_templates_table() -> str:
-    """The shipped response templates and the words in a chat template that each is found by."""
+    """The shipped response templates, whose they are, and the words in a chat template that each is found by."""
+    families = shipped_families()
     cells = {name: ", ".join(f"`{word}`" for word in words) for name, words in shipped_markers().items()}
-    rows = (f"| `{name}` | {cell.replace('|', chr(92) + '|')} |" for name, cell in cells.items())
-    return "\n".join(["| name | words in the chat template |", "|---|---|", *rows])
+    rows = (f"| `{name}` | {families[name]} | {cell.replace('|', chr(92) + '|')} |" for name, cell in cells.items())
+    return "\n".join(["| name | families | words in the chat template |", "|---|---|---|", *rows])
 
 
 def variables(names: Collection[str]) -> str:

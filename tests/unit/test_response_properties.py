@@ -7,13 +7,14 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import count
 from typing import Any
 
 import pytest
 
 from hf_triton.protocol.chat_request import parse_chat
-from hf_triton.tasks.text_generation.message import MessageReader
+from hf_triton.tasks.text_generation.message import MessagePlan
 from hf_triton.tasks.text_generation.response_template import MessageFormat, shipped_names, shipped_template
 
 NAMES = ("weather", "sh", "now")
@@ -37,6 +38,10 @@ class Family:
     has_json: bool = True
     unclean: tuple[str, ...] = field(default=())
     """Tags of the syntax that make a value ambiguous: there is no call then."""
+    bare_keys: bool = False
+    """Whether keys have no quotes, so that not every text is one."""
+    is_alone: bool = False
+    """Whether there is no text beside calls."""
 
 
 def dumps(value: object) -> str:
@@ -67,7 +72,37 @@ HEADERS = (
     "<|channel|>commentary to={name}",
     "<|channel|>final to={name}<|channel|>commentary <|constrain|>xml",
 )
+NVIDIA = each(lambda name, given: f"<TOOLCALL>[{dumps({'name': name, 'arguments': given})}]</TOOLCALL>")
+MINIMAX_TAGS = in_tags('<parameter name="', '">', "</parameter>")
+SEED_TAGS = in_tags("<parameter=", ">", "</parameter>")
+GEMMA_QUOTE = '<|"|>'
+DSML = "｜DSML｜"
+DSML_TAGS = in_tags(f'<{DSML}parameter name="', '" string="true">', f"</{DSML}parameter>")
 plain: Callable[[str], str] = str
+
+
+def in_section(
+    opening: str, closing: str, form: Callable[[str, Arguments], str], between: str = "\n"
+) -> Callable[[list[tuple[str, Arguments]]], str]:
+    return lambda calls: f"{opening}{each(form, between)(calls)}{closing}" if calls else ""
+
+
+def in_dialect(quote: str, value: object) -> str:
+    """Gemma's way to write a value: JSON without quotes around keys, and with tags around strings."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{in_dialect(quote, entry)}" for key, entry in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(in_dialect(quote, entry) for entry in value) + "]"
+    return f"{quote}{value}{quote}" if isinstance(value, str) else str(value)
+
+
+def in_python(name: str, given: Arguments) -> str:
+    return f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})"
+
+
+def cohere(calls: list[tuple[str, Arguments]]) -> str:
+    return dumps([{"tool_call_id": "0", "tool_name": name, "parameters": given} for name, given in calls])
+
 
 FAMILIES = {
     "hermes": Family("<|im_start|>assistant\n", None, plain, HERMES, ("<tool_call>", "</tool_call>")),
@@ -142,18 +177,140 @@ FAMILIES = {
         ),
         ("<|end|>", "<|call|>", "<|message|>", "<|channel|>", "<|channel|>analysis to=sh code<|message|>", " to=sh "),
     ),
+    "gemma4": Family(
+        "<|turn>model\n",
+        thought("<|channel>thought\n", "<channel|>"),
+        plain,
+        each(lambda name, given: f"<|tool_call>call:{name}{in_dialect(GEMMA_QUOTE, given)}<tool_call|>", ""),
+        ("<|tool_call>call:sh{", "<tool_call|>", "<|channel>", "}", "]", "{a:", '"', "\\", "<|", "True"),
+        bare_keys=True,
+    ),
+    "functiongemma": Family(
+        "<start_of_turn>model\n",
+        None,
+        plain,
+        each(
+            lambda name, given: f"<start_function_call>call:{name}{in_dialect('<escape>', given)}<end_function_call>",
+            "",
+        ),
+        ("<start_function_call>call:sh{", "<end_function_call>", "}", "]", ",a:", '"', "\\", "<esc", "None"),
+        bare_keys=True,
+    ),
+    "kimi-k2": Family(
+        "<|im_assistant|>assistant<|im_middle|>",
+        THINK,
+        plain,
+        in_section(
+            "<|tool_calls_section_begin|>",
+            "<|tool_calls_section_end|>",
+            lambda name, given: (
+                f"<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>{dumps(given)}<|tool_call_end|>"
+            ),
+            "",
+        ),
+        ("<|tool_call_end|>", "<|tool_call_begin|>sh:1<|tool_call_argument_begin|>", "<|tool_calls_section_end|>"),
+    ),
+    "minimax-m2": Family(
+        "]~b]ai\n<think>\n",
+        None,
+        lambda text: f"</think>\n\n{text}",
+        in_section(
+            "<minimax:tool_call>\n",
+            "\n</minimax:tool_call>",
+            lambda name, given: f'<invoke name="{name}">\n{MINIMAX_TAGS(given)}</invoke>',
+        ),
+        ("<minimax:tool_call>", "</invoke>", '<invoke name="sh">', "</parameter>", '<parameter name="x">'),
+        has_json=False,
+        unclean=("</parameter>", '<parameter name="x">'),
+    ),
+    "deepseek-dsml": Family(
+        "<｜Assistant｜>",
+        THINK,
+        plain,
+        in_section(
+            f"\n\n<{DSML}function_calls>\n",
+            f"\n</{DSML}function_calls>",
+            lambda name, given: f'<{DSML}invoke name="{name}">\n{DSML_TAGS(given)}</{DSML}invoke>',
+        ),
+        (f"</{DSML}invoke>", f'<{DSML}invoke name="sh">', f"</{DSML}parameter>", f"</{DSML}function_calls>", DSML),
+        has_json=False,
+        unclean=(f"</{DSML}parameter>",),
+    ),
+    "granite-3": Family(
+        "<|start_of_role|>assistant<|end_of_role|>",
+        THINK,
+        plain,
+        lambda calls: (
+            f"<|tool_call|>{dumps([{'name': name, 'arguments': given} for name, given in calls])}" if calls else ""
+        ),
+        ("<|tool_call|>", "<response>", "</response>"),
+    ),
+    "lfm2": Family(
+        "<|im_start|>assistant\n",
+        THINK,
+        plain,
+        in_section("<|tool_call_start|>[", "]<|tool_call_end|>", in_python, ", "),
+        ("<|tool_call_start|>", "<|tool_call_end|>", "]<|tool_call_end|>", "[sh()]", "'", '\\"', "</think>"),
+    ),
+    "nemotron-nano-v2": Family(
+        "<SPECIAL_11>Assistant\n<think>\n",
+        None,
+        lambda text: f"</think>\n\n{text}",
+        NVIDIA,
+        ("<TOOLCALL>", "</TOOLCALL>", "<TOOLCALL>[{", "<think>"),
+    ),
+    "seed-oss": Family(
+        "<seed:bos>assistant\n",
+        thought("<seed:think>", "</seed:think>"),
+        plain,
+        each(
+            lambda name, given: f"<seed:tool_call>\n<function={name}>\n{SEED_TAGS(given)}</function>\n</seed:tool_call>"
+        ),
+        ("<seed:tool_call>", "</seed:tool_call>", "</function>", "<function=sh>", "</parameter>", "<parameter=x>"),
+        has_json=False,
+        unclean=("</parameter>", "<parameter=x>"),
+    ),
+    "command-r7b": Family(
+        "<|CHATBOT_TOKEN|>",
+        thought("<|START_THINKING|>", "<|END_THINKING|>"),
+        lambda text: f"<|START_RESPONSE|>{text}<|END_RESPONSE|>",
+        lambda calls: f"<|START_ACTION|>{cohere(calls)}<|END_ACTION|>" if calls else "",
+        ("<|START_ACTION|>", "<|END_ACTION|>", "<|START_TEXT|>", "<|END_TEXT|>", "<|START_THINKING|>"),
+    ),
+    "command-r": Family(
+        "<|CHATBOT_TOKEN|>",
+        None,
+        plain,
+        lambda calls: f"\nAction:\n```json\n{cohere(calls)}```" if calls else "",
+        ("Action:", "```", "```json\n[", "Action:\n```json\n[{"),
+    ),
+    "phi-4-mini": Family(
+        "<|assistant|>",
+        None,
+        plain,
+        each(lambda name, given: f"<|tool_call|>{dumps({'name': name, 'arguments': given})}<|/tool_call|>"),
+        ("<|tool_call|>", "<|/tool_call|>"),
+    ),
+    "pythonic": Family(
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        None,
+        plain,
+        in_section("[", "]", in_python, ", "),
+        ("[sh()]", "[sh(", "<|python_tag|>", "'", '"'),
+        is_alone=True,
+    ),
 }
 
 
-def reader_of(family: str) -> MessageReader:
+@cache
+def plan_of(family: str) -> MessagePlan:
     chat = parse_chat('[{"role": "user", "content": "x"}]', {"tools": TOOLS}, 10_000)
-    prompt = FAMILIES[family].prompt
-    return MessageFormat(shipped_template(family), {}).plan(chat, prompt, is_constrained=False).build_reader()
+    return MessageFormat(shipped_template(family), {}).plan(chat, FAMILIES[family].prompt, is_constrained=False)
 
 
 def read(family: str, pieces: list[str], *, is_cut: bool = False) -> dict[str, Any]:
     """The message of a completion; as a stream's deltas make it."""
-    reader = reader_of(family)
+    reader = plan_of(family).build_reader()
     message: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
     for piece in [*pieces, None]:
         if piece is None:
@@ -194,7 +351,7 @@ class Writer:
         tags = (*family.syntax, '"', "\\", "}", "]}", "{") if family.has_json else ("x" if not others else "", *others)
         given: Arguments = {f"k{number}": self.text(tags).strip() for number in range(self.dice.randint(0, 2))}
         if family.has_json and self.dice.random() < 0.5:
-            given["nested"] = [{self.text(tags): None}, 1.5, []]
+            given["nested"] = [{"k-1" if family.bare_keys else self.text(tags): None}, 1.5, []]
         return given
 
 
@@ -217,7 +374,7 @@ def test_what_is_written_by_the_format_is_read(name: str, seeds: range) -> None:
     for seed in seeds:
         writer = Writer(seed)
         reasoning = writer.text() if family.think and seed % 2 else ""
-        content = writer.text()
+        content = "" if family.is_alone and seed % 4 else writer.text()
         calls = [(writer.dice.choice(NAMES), writer.arguments(family)) for _ in range(seed % 4)]
         text = (family.think(reasoning) if family.think and reasoning else "") + family.say(content)
         text += family.call(calls)

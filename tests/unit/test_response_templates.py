@@ -40,6 +40,16 @@ TOOLS = [
 CITY = '{"city": "Köln", "days": 2}'
 R1_CALL = f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{CITY}\n```<｜tool▁call▁end｜>"
 CALL = f'<tool_call>\n{{"name": "weather", "arguments": {CITY}}}\n</tool_call>'
+D = "｜DSML｜"
+DSML_CALL = (
+    f'<{D}invoke name="weather">\n<{D}parameter name="city" string="true">Köln</{D}parameter>\n'
+    f'<{D}parameter name="days" string="false">2</{D}parameter>\n</{D}invoke>'
+)
+DSML_RESULT = "<｜Assistant｜><think>Hm</think>\n<function_results>\n</function_results>\n\n<think>"
+KIMI = "<|im_assistant|>assistant<|im_middle|>"
+KIMI_CALL = f"<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{CITY}<|tool_call_end|>"
+GRANITE = "<|start_of_role|>assistant<|end_of_role|>"
+IM, R1, GLM, HARMONY = "<|im_start|>assistant\n", "<｜Assistant｜>", "<|assistant|>", "<|start|>assistant"
 # template, prompt, completion, content, reasoning, arguments of the calls
 EXAMPLES: list[tuple[str, str, str, str | None, str | None, list[str]]] = [
     ("hermes", "", f"I look.\n{CALL}\n{CALL}", "I look.", None, [CITY, CITY]),
@@ -82,6 +92,138 @@ EXAMPLES: list[tuple[str, str, str, str | None, str | None, list[str]]] = [
         None,
         [CITY],
     ),
+    (
+        "glm-4.5",
+        "<|assistant|><think>",
+        "Hm.</think>I look.<tool_call>weather<arg_key>city</arg_key><arg_value>Köln</arg_value><arg_key>days</arg_key>"
+        "<arg_value>2</arg_value></tool_call><tool_call>weather</tool_call>",
+        "I look.",
+        "Hm.",
+        [CITY, "{}"],
+    ),
+    (
+        "deepseek-dsml",
+        "<｜Assistant｜><think>",
+        f"Hm.</think>I look.\n\n<{D}function_calls>\n{DSML_CALL}\n{DSML_CALL}\n</{D}function_calls>",
+        "I look.",
+        "Hm.",
+        [CITY, CITY],
+    ),
+    ("deepseek-dsml", "<｜Assistant｜></think>", f"<{D}tool_calls>{DSML_CALL}</{D}tool_calls>", None, None, [CITY]),
+    ("deepseek-dsml", DSML_RESULT, f"Hm.\n\n<{D}tool_calls>\n{DSML_CALL}\n</{D}tool_calls>", None, "Hm.", [CITY]),
+    (
+        "gemma4",
+        "<|turn>model\n",
+        '<|channel>thought\nHm.\n<channel|>I look.<|tool_call>call:weather{city:<|"|>Köln<|"|>,days:2}<tool_call|>'
+        "<|tool_call>call:weather{}<tool_call|><|tool_response>",
+        "I look.",
+        "Hm.",
+        [CITY, "{}"],
+    ),
+    ("gemma4", "<|turn>model\n<|channel>thought\n<channel|>", "Yes.<channel|>", "Yes.", None, []),
+    ("gemma4", "<|turn>model\n", "<|channel><|channel>thought\nHm.<channel|>Yes.<channel|>", "Yes.", "Hm.", []),
+    (
+        "gemma4",
+        "<|turn>tool\n<tool_response|>",
+        '<|tool_call>call:weather{"city": "Köln", "days": 2}<tool_call|>',
+        None,
+        None,
+        [CITY],
+    ),
+    (
+        "functiongemma",
+        "<start_of_turn>model\n",
+        "<start_function_call>call:weather{city:<escape>Köln<escape>,days:2}<end_function_call><start_function_response>",
+        None,
+        None,
+        [CITY],
+    ),
+    (
+        "kimi-k2",
+        KIMI,
+        f"<think>Hm.</think>I look.<|tool_calls_section_begin|>{KIMI_CALL}{KIMI_CALL}<|tool_calls_section_end|>",
+        "I look.",
+        "Hm.",
+        [CITY, CITY],
+    ),
+    ("kimi-k2", KIMI, f"<think>Hm.<|tool_calls_section_begin|>{KIMI_CALL}", None, "Hm.", [CITY]),
+    ("kimi-k2", KIMI, f"<think>Hm.{KIMI_CALL[:-17]}{KIMI_CALL[:-17]}", None, "Hm.", [CITY, CITY]),
+    (
+        "minimax-m2",
+        "]~b]ai\n<think>\n",
+        'Hm.\n</think>\n\nI look.\n<minimax:tool_call>\n<invoke name="weather">\n'
+        '<parameter name="city">Köln</parameter>\n<parameter name="days">2</parameter>\n</invoke>\n'
+        '<invoke name="weather">\n</invoke>\n</minimax:tool_call>',
+        "I look.",
+        "Hm.",
+        [CITY, "{}"],
+    ),
+    ("granite-3", GRANITE, f'<|tool_call|>[{{"name": "weather", "arguments": {CITY}}}]', None, None, [CITY]),
+    ("granite-3", GRANITE, "<think>Hm.</think>\n<response>Yes.</response>", "Yes.", "Hm.", []),
+    ("granite-3", GRANITE, "<response>Yes.</response>", "<response>Yes.</response>", None, []),
+    (
+        "lfm2",
+        IM,
+        "<think>Hm.</think>I look.<|tool_call_start|>[weather(city='Köln', days=2), weather()]<|tool_call_end|>",
+        "I look.",
+        "Hm.",
+        [CITY, "{}"],
+    ),
+    (
+        "nemotron-nano-v2",
+        "<SPECIAL_11>Assistant\n<think>\n",
+        f'Hm.\n</think>\n\n<TOOLCALL>[{{"name": "weather", "arguments": {CITY}}}, {{"name": "weather"}}]</TOOLCALL>\n',
+        None,
+        "Hm.",
+        [CITY, "{}"],
+    ),
+    (
+        "seed-oss",
+        "<seed:bos>assistant\n",
+        "<seed:think>Hm.</seed:think>\nI look.\n\n<seed:tool_call>\n<function=weather>\n"
+        "<parameter=city>Köln</parameter>\n<parameter=days>2</parameter>\n</function>\n</seed:tool_call>\n"
+        "<seed:tool_call>\n<function=weather>\n</function>\n</seed:tool_call>",
+        "I look.",
+        "Hm.",
+        [CITY, "{}"],
+    ),
+    (
+        "command-r7b",
+        "<|CHATBOT_TOKEN|>",
+        '<|START_THINKING|>Hm.<|END_THINKING|><|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "weather", '
+        f'"parameters": {CITY}}},\n    {{"tool_call_id": "1", "tool_name": "weather", "parameters": {{}}}}\n]'
+        "<|END_ACTION|>",
+        None,
+        "Hm.",
+        [CITY, "{}"],
+    ),
+    (
+        "command-r7b",
+        "<|CHATBOT_TOKEN|><|START_THINKING|><|END_THINKING|>",
+        "<|START_RESPONSE|>Yes.<|END_RESPONSE|>",
+        "Yes.",
+        None,
+        [],
+    ),
+    (
+        "command-r",
+        "<|CHATBOT_TOKEN|>",
+        f'I look.\nAction:\n```json\n[\n    {{\n        "tool_name": "weather",\n        "parameters": {CITY}\n    }}\n'
+        "]```",
+        "I look.",
+        None,
+        [CITY],
+    ),
+    (
+        "phi-4-mini",
+        "<|assistant|>",
+        f'I look.<|tool_call|>[{{"name": "weather", "arguments": {CITY}}}, {{"name": "weather"}}]<|/tool_call|>',
+        "I look.",
+        None,
+        [CITY, "{}"],
+    ),
+    ("pythonic", "", "[weather(city='Köln', days=2), weather()]", None, None, [CITY, "{}"]),
+    ("pythonic", "", '<|python_tag|>[weather(city="Köln", days=2)]', None, None, [CITY]),
     ("llama3", "", f'{{"name": "weather", "parameters": {CITY}}}', None, None, [CITY]),
     ("llama3", "", f'<|python_tag|>{{"name": "weather", "parameters": {CITY}}}', None, None, [CITY]),
     (
@@ -129,7 +271,6 @@ EXAMPLES: list[tuple[str, str, str, str | None, str | None, list[str]]] = [
 ]
 
 
-IM, R1, GLM, HARMONY = "<|im_start|>assistant\n", "<｜Assistant｜>", "<|assistant|>", "<|start|>assistant"
 # template, prompt, and whether its block is open; None: it is closed, or there is none
 BLOCKS: list[tuple[str, str, bool | None]] = [
     ("qwen3", IM, False),
@@ -155,6 +296,24 @@ BLOCKS: list[tuple[str, str, bool | None]] = [
     ("gpt-oss", f"{HARMONY}<|channel|>analysis<|message|>Hm<|end|>{HARMONY}", False),
     ("gpt-oss", f"{HARMONY}<|channel|>final<|message|>The answer is", None),
     ("gpt-oss", f"{HARMONY}<|channel|>final<|message|>", None),
+    ("glm-4.5", f"{GLM}</think>", None),
+    ("gemma4", "<|turn>model\n", False),
+    ("gemma4", "<|turn>model\n<|channel>thought\n<channel|>", None),
+    ("kimi-k2", KIMI, False),
+    ("minimax-m2", "]~b]ai\n<think>\n", True),
+    ("deepseek-dsml", f"{R1}<think>", True),
+    ("deepseek-dsml", f"{R1}</think>", None),
+    ("deepseek-dsml", DSML_RESULT, True),
+    ("granite-3", GRANITE, False),
+    ("granite-3", f'{GRANITE}Hm<|end_of_text|>\n<|start_of_role|>assistant {{"length": "long"}}<|end_of_role|>', False),
+    ("lfm2", IM, False),
+    ("nemotron-nano-v2", "<SPECIAL_11>Assistant\n<think>\n", True),
+    ("nemotron-nano-v2", "<SPECIAL_11>Assistant\n<think></think>", None),
+    ("seed-oss", "<seed:bos>assistant\n", False),
+    ("command-r7b", "<|CHATBOT_TOKEN|>", False),
+    ("command-r7b", "<|CHATBOT_TOKEN|><|START_THINKING|>", True),
+    ("command-r7b", "<|CHATBOT_TOKEN|><|START_THINKING|><|END_THINKING|>", None),
+    *[(name, "", None) for name in ("functiongemma", "command-r", "phi-4-mini", "pythonic")],
     ("hermes", IM, None),
     ("llama3", "<|start_header_id|>assistant<|end_header_id|>\n\n", None),
     ("mistral", "[INST]Hi[/INST]", None),
@@ -252,7 +411,7 @@ def message(reader: MessageReader, text: str, step: int | None = None, *, is_cut
     reader.finish(is_cut=is_cut)
     made = reader.message()
     for call in made.get("tool_calls", ()):
-        assert call.pop("id").startswith("call_")
+        assert call.pop("id").startswith(("call_", "functions.weather:"))
     return made
 
 
@@ -313,6 +472,8 @@ def test_a_malformed_call_is_content(broken: str) -> None:
             assert message(reader_of(shipped_template("hermes")), text, step) == wanted(broken, None, [CITY])
 
 
+DIALECT = '{"a-b.c": null, "d": [{"e_f": "\\"}\\\\"}]}'
+PYTHON = "a\n\\d\\\\w]}"
 QWEN_VALUE = "<tool_call>\n<function=weather>\n<parameter=city>\n{}\n</parameter>\n</function>\n</tool_call>"
 INNER = QWEN_VALUE.format("x")
 
@@ -345,6 +506,37 @@ INNER = QWEN_VALUE.format("x")
         ],
         ("qwen3-coder", f"{INNER}\nDone.\n{INNER[:-60]}", f"Done.\n{INNER[:-60]}", ['{"city": "x"}']),
         ("glm-4.5", "<tool_call>weather</tool_call>", None, ["{}"]),
+        *[
+            (name, text, text, [])
+            for name, text in (
+                ("deepseek-dsml", DSML_CALL),
+                ("deepseek-dsml", f"<{D}tool_calls>{DSML_CALL.replace('>2<', '>two<')}</{D}tool_calls>"),
+                ("deepseek-dsml", f"<{D}tool_calls>{DSML_CALL[:-10]}"),
+                ("minimax-m2", 'In XML: <invoke name="weather"></invoke>'),
+                ("minimax-m2", '<minimax:tool_call>\n<invoke name="weather">\nRom\n</invoke>\n</minimax:tool_call>'),
+                ("gemma4", "<|tool_call>call:weather{city:Rom}<tool_call|>"),
+                ("gemma4", '<|tool_call>call:weather{city:<|"|>Rom<tool_call|>'),
+                ("lfm2", "<|tool_call_start|>[weather('Rom')]<|tool_call_end|>"),
+                ("lfm2", "<|tool_call_start|>[weather(city='Rom'"),
+                ("kimi-k2", KIMI_CALL.replace("2}", "two}")),
+                ("granite-3", '<|tool_call|>{"name": "weather", "arguments": [1]}'),
+                ("nemotron-nano-v2", '<TOOLCALL>[{"name": "weather"</TOOLCALL>'),
+                ("command-r7b", '<|START_ACTION|>{"tool_name": "weather", "parameters": {}}<|END_ACTION|>'),
+                ("command-r", 'Action:\n```json\n[{"tool_name": "weather"}]\n```'),
+                ("phi-4-mini", '<|tool_call|>{"name": "weather", "arguments": {}'),
+                ("pythonic", "[see(below)] for more"),
+                ("pythonic", "[weather(city='Rom')] is a call."),
+                ("pythonic", "Write [weather(city='Rom')]"),
+                ("pythonic", "[1, 2]"),
+            )
+        ],
+        ("gemma4", '<|tool_call>call:weather{a-b.c:None,d:[{e_f:<|"|>"}\\<|"|>}]}<tool_call|>', None, [DIALECT]),
+        (
+            "lfm2",
+            f"<|tool_call_start|>[weather(city='{PYTHON}')]<|tool_call_end|>",
+            None,
+            ['{"city": "a\\n\\\\d\\\\w]}"}'],
+        ),
         ("hermes", '<tool_call>{"name": "weather"}</tool_call>', None, ["{}"]),
         ("hermes", '<tool_call>{"name": "weather", "arguments": null}</tool_call>', None, ["{}"]),
         ("llama3", '{"name": "weather"}', None, ["{}"]),
@@ -359,6 +551,45 @@ INNER = QWEN_VALUE.format("x")
 def test_a_call_is_taken_whole_or_not_at_all(name: str, text: str, content: str | None, arguments: list[str]) -> None:
     for step in (None, 1, 3):
         assert message(reader_of(shipped_template(name)), text, step) == wanted(content, None, arguments)
+
+
+TYPES = {"s": "string", "i": "integer", "f": "number", "b": "boolean", "o": "object", "a": "array", "n": "null"}
+JSON_VALUES = {"s": "[1]", "i": "2", "f": "1.5", "b": "true", "o": '{"a": [null]}', "a": '["x", 1]', "n": "null"}
+PYTHON_VALUES = JSON_VALUES | {"b": "True", "o": "{'a': [None]}", "a": "['x', 1]", "n": "None"}
+TYPED = {"s": "[1]", "i": 2, "f": 1.5, "b": True, "o": {"a": [None]}, "a": ["x", 1], "n": None}
+
+
+@pytest.mark.parametrize("values", [JSON_VALUES, PYTHON_VALUES], ids=["json", "python"])
+@pytest.mark.parametrize(
+    ("name", "call", "value"),
+    [
+        ("glm-4.5", "<tool_call>weather{}</tool_call>", "<arg_key>{}</arg_key><arg_value>{}</arg_value>"),
+        (
+            "seed-oss",
+            "<seed:tool_call><function=weather>{}</function></seed:tool_call>",
+            "<parameter={}>{}</parameter>",
+        ),
+        (
+            "minimax-m2",
+            '<minimax:tool_call><invoke name="weather">{}</invoke></minimax:tool_call>',
+            '<parameter name="{}">{}</parameter>',
+        ),
+        (
+            "deepseek-dsml",
+            f'<{D}tool_calls><{D}invoke name="weather">{{}}</{D}invoke></{D}tool_calls>',
+            f'<{D}parameter name="{{}}" string="true">{{}}</{D}parameter>',
+        ),
+    ],
+)
+def test_values_between_tags_have_the_types_of_the_schema(
+    name: str, call: str, value: str, values: dict[str, str]
+) -> None:
+    properties: dict[str, Any] = {key: {"type": kind} for key, kind in TYPES.items()}
+    properties["a"] = {"anyOf": [properties["a"], properties["n"]]}
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {"properties": properties}}}]
+    text = call.format("".join(value.format(*each) for each in values.items()))
+    [made] = message(reader_of(shipped_template(name), tools=tools), text)["tool_calls"]
+    assert json.loads(made["function"]["arguments"]) == TYPED
 
 
 def test_a_call_without_arguments_is_none_where_they_may_be_cut_off() -> None:
@@ -407,6 +638,34 @@ def test_markers_are_the_special_tokens_that_a_template_names() -> None:
     assert plan.markers.keys() == {1, 3}
 
 
+# the tags of a family that its vocabulary has as special tokens, by llama.cpp's preserved tokens and the templates
+SPECIAL_TAGS = {
+    "gemma4": '<|channel> <channel|> <|tool_call> <tool_call|> <|"|> <|tool_response>',
+    "functiongemma": "<start_function_call> <end_function_call> <escape> <start_function_response>",
+    "kimi-k2": "<think> </think> <|tool_calls_section_begin|> <|tool_calls_section_end|> <|tool_call_begin|> "
+    "<|tool_call_argument_begin|> <|tool_call_end|>",
+    "glm-4.5": "<think> </think> <tool_call> </tool_call> <arg_key> </arg_key> <arg_value> </arg_value>",
+    "minimax-m2": "<think> </think> <minimax:tool_call> </minimax:tool_call>",
+    "deepseek-dsml": "<think> </think> ｜DSML｜",
+    "granite-3": "<|tool_call|>",
+    "lfm2": "<think> </think> <|tool_call_start|> <|tool_call_end|>",
+    "nemotron-nano-v2": "</think> <TOOLCALL> </TOOLCALL>",
+    "seed-oss": "<seed:think> </seed:think> <seed:tool_call> </seed:tool_call>",
+    "command-r7b": "<|START_THINKING|> <|END_THINKING|> <|START_ACTION|> <|END_ACTION|> <|START_RESPONSE|> "
+    "<|END_RESPONSE|> <|START_TEXT|> <|END_TEXT|>",
+    "phi-4-mini": "<|tool_call|> <|/tool_call|>",
+    "pythonic": "<|python_tag|> <|python_start|> <|python_end|>",
+}
+
+
+@pytest.mark.parametrize(("name", "tags"), SPECIAL_TAGS.items())
+def test_tags_that_are_special_tokens_are_seen(name: str, tags: str) -> None:
+    tokens = dict(enumerate([*tags.split(), "<|endoftext|>"]))
+    chat = parse_chat('[{"role": "user", "content": "x"}]', {"tools": TOOLS}, 10_000)
+    plan = MessageFormat(shipped_template(name), tokens).plan(chat, "", is_constrained=False)
+    assert list(plan.markers.values()) == tags.split()
+
+
 def test_a_named_call_is_its_arguments() -> None:
     reader = NamedCallReader("weather")
     reader.feed('{"city"')
@@ -415,6 +674,18 @@ def test_a_named_call_is_its_arguments() -> None:
     reader.feed(": 1}")
     assert reader.take() == {"tool_calls": [{"index": 0, "function": {"arguments": ": 1}"}}]}
     assert message(NamedCallReader("weather"), CITY, 1) == wanted(None, None, [CITY])
+
+
+def test_calls_of_kimi_have_the_ids_that_its_chat_template_writes() -> None:
+    call = {"id": "x", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    past = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
+    chat = parse_chat(
+        json.dumps([*past, {"role": "tool", "tool_call_id": "x", "content": "y"}]), {"tools": TOOLS}, 9999
+    )
+    reader = MessageFormat(shipped_template("kimi-k2"), {}).plan(chat, KIMI, is_constrained=False).build_reader()
+    reader.feed(KIMI_CALL * 2)
+    reader.finish()
+    assert [call["id"] for call in reader.message()["tool_calls"]] == ["functions.weather:1", "functions.weather:2"]
 
 
 def test_an_array_of_calls_gives_each_when_it_is_complete() -> None:
@@ -432,6 +703,36 @@ def test_an_array_of_calls_gives_each_when_it_is_complete() -> None:
 @pytest.mark.parametrize("name", shipped_names())
 def test_a_template_is_found_by_its_markers(name: str) -> None:
     assert detect(" ".join(shipped_markers()[name])) == name
+
+
+# what tells a family in its chat template, and its response template
+EXCERPTS: list[tuple[str, str]] = [
+    ("'<|turn>model\\n' '<|tool_call>call:' + function['name'] + '{' '<|channel>thought\\n'", "gemma4"),
+    ("'<start_function_call>call:' + tool_call['name'] '<escape>'", "functiongemma"),
+    ("'<start_of_turn>' + role + '\\n' message['content'] | trim '<end_of_turn>\\n'", "None"),  # Gemma 3
+    ("<|tool_calls_section_begin|><|tool_call_begin|>{{ id }}<|tool_call_argument_begin|> <think></think>", "kimi-k2"),
+    ("<tool_call>{function-name}<arg_key>{arg-key-1}</arg_key><arg_value> '<|assistant|></think>'", "glm-4.5"),
+    ("'<minimax:tool_call>' '<invoke name=\"' ~ ']~b]ai' '<think>' '</think>'", "minimax-m2"),
+    ("set dsml_token = '｜DSML｜' '<｜Assistant｜>' '<think>' '</think>' 'function_calls>'", "deepseek-dsml"),
+    ("<|start_of_role|> respond only with <|tool_call|> followed by a JSON list <think></think>", "granite-3"),
+    ("<|start_of_role|> '<tool_call>\\n{\"name\": \"' '\\n</tool_call>'", "hermes"),  # Granite 4
+    ('"List of tools: <|tool_list_start|>[" "<|im_start|>"', "lfm2"),
+    ('"List of tools: [" "<|im_start|>" if "</think>" in content', "lfm2"),  # LFM2.5
+    ("<SPECIAL_11>Assistant <TOOLCALL>[ ]</TOOLCALL> '</think>'", "nemotron-nano-v2"),
+    ("'<seed:tool_call>' '<seed:think>' <function= <parameter=", "seed-oss"),
+    ('<|CHATBOT_TOKEN|><|START_THINKING|> <|START_ACTION|>[ "tool_name": "{{ name }}", "parameters":', "command-r7b"),
+    ("'<|CHATBOT_TOKEN|>' '\\nAction:\\n```json\\n[\\n' '\"tool_name\": \"' '\"parameters\": '", "command-r"),
+    ("'<|tool|>' + message['tools'] + '<|/tool|>' + '<|end|>'", "phi-4-mini"),
+    ("<|start_header_id|> Respond in the format [func_name1(params_name1=params_value1)", "pythonic"),
+    ('<|start_header_id|> Respond in the format {"name": function name, "parameters": dictionary}', "llama3"),
+    ("'<tool_call>\\n<function=' '<parameter=' '</think>'", "qwen3-coder"),
+    ("'<｜Assistant｜>' '<｜tool▁calls▁begin｜>' '</think>'", "deepseek-r1"),
+]
+
+
+@pytest.mark.parametrize(("excerpt", "name"), EXCERPTS)
+def test_a_family_is_told_by_its_own_chat_template(excerpt: str, name: str) -> None:
+    assert str(detect(excerpt)) == name
 
 
 def test_a_chat_template_without_markers_has_none() -> None:

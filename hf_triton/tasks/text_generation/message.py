@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import secrets
 import string
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -19,6 +19,8 @@ from hf_triton.protocol.thinking_switches import Thinking
 REASONING_CONTENT: Final = "reasoning_content"
 BARE_CALL: Final = frozenset({"name", "id", "type"})
 """What a call without arguments may have: other objects with a name are answers."""
+MAX_QUOTE: Final = 32
+"""Characters of what a string begins or ends with."""
 ALPHANUMERIC: Final = string.ascii_letters + string.digits
 
 
@@ -32,15 +34,26 @@ class MessageReader:
 
     Args:
         has_short_ids: Whether the ids of tool calls are short ones, see `new_call_id`.
+        call_id: The form of the ids if they are no random ones, with `{name}` and `{index}`.
+        num_past_calls: The tool calls of the conversation so far, for the first index.
         custom_names: Names of custom tools, whose calls have a text in place of arguments.
     """
 
-    def __init__(self, *, has_short_ids: bool = False, custom_names: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        *,
+        has_short_ids: bool = False,
+        call_id: str = "",
+        num_past_calls: int = 0,
+        custom_names: frozenset[str] = frozenset(),
+    ) -> None:
         self._content = ""
         self._reasoning = ""
         self._calls: list[dict[str, Any]] = []
         self._num_calls = 0
         self._has_short_ids = has_short_ids
+        self._call_id = call_id
+        self._num_past_calls = num_past_calls
         self._custom_names = custom_names
 
     def feed(self, text: str) -> None:
@@ -84,7 +97,9 @@ class MessageReader:
         self._start_call(CUSTOM, {"name": name, INPUT: text})
 
     def _start_call(self, kind: str, tool: dict[str, str]) -> None:
-        call_id = new_call_id(is_short=self._has_short_ids)
+        index = str(self._num_past_calls + self._num_calls)
+        call_id = self._call_id.replace("{name}", tool["name"]).replace("{index}", index)
+        call_id = call_id or new_call_id(is_short=self._has_short_ids)
         self._calls.append({"index": self._num_calls, "id": call_id, "type": kind, kind: tool})
         self._num_calls += 1
 
@@ -196,21 +211,38 @@ class NamedCallReader(MessageReader):
 
 
 class JsonDepth:
-    """Finds the end of a JSON object or array, read piece by piece."""
+    """Finds the end of an object or array of JSON, or of a like syntax, read piece by piece.
 
-    def __init__(self) -> None:
+    Args:
+        quotes: What strings begin and end with.
+        escape: The letter that escapes the next one in a string; an empty string if none does.
+    """
+
+    def __init__(self, quotes: Sequence[tuple[str, str]] = (('"', '"'),), escape: str = "\\") -> None:
         self.depth = 0
         self._num_read = 0
-        self.is_in_string = False
+        self._quotes = quotes
+        self._escape = escape
         self._is_escaped = False
+        self._end_quote = ""  # of the string that has begun
+        self._tail = ""  # the last letters, which may be a quote
+
+    @property
+    def is_in_string(self) -> bool:
+        """Whether a string has begun and not ended."""
+        return bool(self._end_quote)
 
     def read(self, letter: str) -> None:
         """Read a letter; `depth` is that behind it."""
-        if self.is_in_string:
-            self.is_in_string = self._is_escaped or letter != '"'
-            self._is_escaped = letter == "\\" and not self._is_escaped
-        elif letter == '"':
-            self.is_in_string = True
+        self._tail = self._tail[-MAX_QUOTE + 1 :] + letter
+        if self._is_escaped:
+            self._is_escaped = False
+        elif self._end_quote:
+            self._is_escaped = letter == self._escape
+            if self._tail.endswith(self._end_quote):
+                self._end_quote = self._tail = ""
+        elif end_quotes := [end for start, end in self._quotes if self._tail.endswith(start)]:
+            self._end_quote, self._tail = end_quotes[0], ""
         elif letter in "[{":
             self.depth += 1
         elif letter in "]}":

@@ -3,7 +3,8 @@
 
 transformers' parser raises an exception if a tool call is malformed, drops what opens no region, and keeps the whole
 text. Here both become content, and only what is still needed is kept. And the first closing tag ends a call there, even
-within an argument; here it is the first behind the call's JSON value, and without JSON, see `tag_calls`.
+within an argument; here it is the first behind the call's value (JSON, a dialect of it, a list of calls in Python), and
+between tags, see `tag_calls`. What those parsers do not read of their syntax, `value_syntax` writes for them.
 """
 
 from __future__ import annotations
@@ -20,14 +21,13 @@ import regex  # type: ignore[import-untyped]
 from hf_triton.errors import where
 from hf_triton.tasks.text_generation.message import JsonDepth, MessageReader, calls_of
 from hf_triton.tasks.text_generation.tag_calls import Call
+from hf_triton.tasks.text_generation.value_syntax import PYTHON, depth_of, plain_text, read_python
 
 logger = logging.getLogger(__name__)
 
 TOOL_CALLS: Final = "tool_calls"
 CALL_TAGS: Final = "call_tags"
 """The `content_args` of fields that `CallTags` read: their text is the JSON of what these find."""
-JSON_DIALECTS: Final = frozenset({"string_delims", "unquoted_keys", "allow_non_json"})
-"""`content_args` with which a JSON value's end is not known before it is parsed."""
 REASONING: Final = frozenset({"reasoning_content", "reasoning", "thinking"})
 """The names that response templates have for reasoning."""
 MAX_PIECE: Final = 256
@@ -43,6 +43,7 @@ NUM_KEPT: Final = 256
 @cache
 def _parser_class() -> Any:
     from transformers.utils.chat_parsing import ResponseParser
+    from transformers.utils.chat_parsing.response_parser import _schema_types
 
     class LenientParser(ResponseParser):
         """A response parser that goes on after a malformed region, and forgets what it has read.
@@ -52,7 +53,7 @@ def _parser_class() -> Any:
 
         _opened_at = 0
         _num_prefix = 0
-        _json: JsonDepth | None = None  # of the region's value, which has not ended yet
+        _depth: JsonDepth | None = None  # of the region's value, which has not ended yet
         _is_cut = False
         _is_unclosed = False
         _calls: Mapping[int, Call] = MappingProxyType({})  # in tags
@@ -99,8 +100,8 @@ def _parser_class() -> Any:
             field = self._raw_field()
             if field is not None and CALL_TAGS in field.content_args:
                 best, hold_start = (self._close_tags(field), len(self._buffer)) if eos else (None, self._pos)
-            elif field is not None and self._is_in_json(field):
-                best, hold_start = (self._close_broken_json(field), len(self._buffer)) if eos else (None, self._pos)
+            elif field is not None and self._is_in_value(field):
+                best, hold_start = (self._close_broken_value(field), len(self._buffer)) if eos else (None, self._pos)
             else:
                 best, hold_start = super()._scan(watch, eos)
             self._is_unclosed = eos and best is None
@@ -116,27 +117,25 @@ def _parser_class() -> Any:
             self._body, self._pos = json.dumps(values), closing.start()
             return "close", field, closing
 
-        def _is_in_json(self, field: Any) -> bool:
-            """Whether a JSON object or array has begun and not ended; one that has ended becomes the region's text."""
-            if field.content != "json" or not JSON_DIALECTS.isdisjoint(field.content_args):
-                return False
+        def _is_in_value(self, field: Any) -> bool:
+            """Whether an object or array has begun and not ended; one that has ended becomes the region's text."""
             if (
-                self._json is None
+                self._depth is None
                 and not self._body.strip()
                 and self._buffer[self._pos :].lstrip().startswith(("{", "["))
             ):
-                self._json = JsonDepth()
-            if self._json is None:
+                self._depth = depth_of(field)
+            if self._depth is None:
                 return False
-            end = self._json.end_of(self._buffer, self._pos)
+            end = self._depth.end_of(self._buffer, self._pos)
             if end is None:
                 return True
-            self._body, self._pos, self._json = self._body + self._buffer[self._pos : end], end, None
+            self._body, self._pos, self._depth = self._body + self._buffer[self._pos : end], end, None
             return False
 
-        def _close_broken_json(self, field: Any) -> Any:
+        def _close_broken_value(self, field: Any) -> Any:
             """The first closing tag that is not within a string of a value that never ends."""
-            depth, start = JsonDepth(), self._pos
+            depth, start = depth_of(field) or JsonDepth(), self._pos
             for match in () if field.close_re is None else field.close_re.finditer(self._buffer, start):
                 for letter in self._buffer[start : match.start()]:
                     depth.read(letter)
@@ -153,7 +152,7 @@ def _parser_class() -> Any:
                 self._body = ""  # its events have it
 
         def _open_explicit(self, events: list[dict[str, Any]], field: Any, m: Any) -> None:
-            self._opened_at, self._json = m.start(), None
+            self._opened_at, self._depth = m.start(), None
             super()._open_explicit(events, field, m)
 
         def _close_current(self, events: list[dict[str, Any]]) -> None:
@@ -183,12 +182,24 @@ def _parser_class() -> Any:
             if field.name != TOOL_CALLS:
                 return
             has_arguments = self._body.strip() not in ("", "null")
-            if self._is_unclosed and (field.content != "json" or CALL_TAGS in field.content_args):
+            if self._is_unclosed and (field.content not in ("json", PYTHON) or CALL_TAGS in field.content_args):
                 raise ValueError("no closing tag")
+            self._body = plain_text(field, self._body)
             if field.content == "json" and not has_arguments and "name" in self._captures:
                 if self._is_unclosed and self._is_cut:
                     raise ValueError("no arguments yet")
                 self._body = "{}"
+
+        def _coerce_tool_calls(self, value: Any) -> Any:
+            """Read objects and arrays among texts as Python too: Seed-OSS's chat template writes them so."""
+            value = super()._coerce_tool_calls(value)
+            function = value.get("function") if isinstance(value, dict) else None
+            if isinstance(function, dict) and isinstance(arguments := function.get("arguments"), dict):
+                for key, schema in (self._tool_params.get(str(function.get("name"))) or {}).items():
+                    is_text = "string" in (types := _schema_types(schema)) or not {"object", "array"} & {*types}
+                    if not is_text and isinstance(text := arguments.get(key), str):
+                        arguments[key] = read_python(text)
+            return value
 
         def _try_tags(self, field: Any) -> None:
             """Search a region's tags with a limit of time, which the content parser does not have.

@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 FOLDER: Final = Path(__file__).parent / "response_templates"
 NONE: Final = "none"
 """The setting that switches parsing off."""
+CALL_ID: Final = "call_id"
+"""Our own key of a response template: the form of the ids of tool calls, where the chat template writes them."""
 MAX_TEMPLATE_BYTES: Final = 1_000_000
 MAX_TAGS: Final = 128
 """Characters of the tags around thinking, and of what comes behind them."""
@@ -65,8 +67,11 @@ class MessageFormat:
     def __init__(self, spec: Spec | None, special_tokens: Mapping[int, str], *, has_short_ids: bool = False) -> None:
         self._special_tokens = special_tokens
         self._has_short_ids = has_short_ids
+        self._call_id = "" if spec is None else spec.get(CALL_ID, "")
         self._with_tools = self._without_tools = _Template(None)
         if spec is not None:
+            if not isinstance(self._call_id, str):
+                raise ValueError(f"{CALL_ID} must be a string")
             self._with_tools = _Template(spec, special_tokens)
             fields = {name: value for name, value in spec["fields"].items() if name != TOOL_CALLS}
             self._without_tools = _Template({**spec, "fields": fields} if fields else None, special_tokens)
@@ -103,7 +108,12 @@ class MessageFormat:
             words = "\n".join(thinking.spellings)
             markers = {token_id: text for token_id, text in self._special_tokens.items() if text in words}
             return MessagePlan(partial(ThinkingReader, build_answer, thinking), markers)
-        options = {"has_short_ids": self._has_short_ids, "custom_names": chat.custom_names if chat else frozenset()}
+        options = {
+            "has_short_ids": self._has_short_ids,
+            "call_id": self._call_id,
+            "num_past_calls": sum(len(past.get("tool_calls", ())) for past in chat.messages) if chat else 0,
+            "custom_names": chat.custom_names if chat else frozenset(),
+        }
         if chat is not None and (call := chat.forced_call) is not None:
             if call.name is not None:
                 return MessagePlan(partial(NamedCallReader, call.name, is_input=call.is_input, **options))
@@ -178,7 +188,7 @@ class _TimedPattern:
 def _compile(spec: Spec) -> Any:
     from transformers.utils.chat_parsing.response_templates import load_response_template
 
-    template = load_response_template({name: value for name, value in spec.items() if name != TAGS})
+    template = load_response_template({name: value for name, value in spec.items() if name not in (TAGS, CALL_ID)})
     template.start_anchor_re = _TimedPattern(template.start_anchor_re)
     for field in template.fields.values():
         field.open_re = field.open_re and _TimedPattern(field.open_re)
@@ -218,6 +228,11 @@ def shipped_names() -> list[str]:
 def shipped_markers() -> dict[str, list[str]]:
     """The words in a chat template that each of them is found by."""
     return {name: _read(FOLDER / f"{name}.json")["markers"] for name in shipped_names()}
+
+
+def shipped_families() -> dict[str, str]:
+    """The families of models that write by each of them; the files also name where their form is from."""
+    return {name: _read(FOLDER / f"{name}.json")["families"] for name in shipped_names()}
 
 
 def shipped_template(name: str) -> Spec:

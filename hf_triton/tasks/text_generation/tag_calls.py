@@ -8,6 +8,7 @@ The first reading that leaves no tag over is taken; if neither does, there is no
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,8 +17,10 @@ from typing import Any, Final
 VALUE: Final = "(?P<value>.*?)"
 KEY: Final = "(?P<key>"
 SPACE: Final = re.compile(r"\s*")
-Call = tuple[Any, dict[str, str]]
-"""The match of a call's end, and its values."""
+JSON: Final = "json"
+"""The group of a head's pattern that tells that the value is JSON."""
+Call = tuple[Any, dict[str, Any]]
+"""The match of a call's end, and its values: texts, or what the JSON of some is."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class CallTags:
     closing: Any
     """Ends it."""
     head: Any
-    """Begins a value, and has its `key`."""
+    """Begins a value, and has its `key`; a group `json` that matches tells that the value is JSON."""
     tail: Any
     """Ends a value."""
 
@@ -54,7 +57,7 @@ class CallTags:
         return None if self.closing.search(text, start) else calls
 
     def _read_call(self, text: str, start: int, *, is_nested: bool) -> Call | None:
-        values: dict[str, str] = {}
+        values: dict[str, Any] = {}
         while True:
             start = _behind_space(text, start)
             if (closing := self.closing.match(text, start)) is not None:
@@ -64,7 +67,11 @@ class CallTags:
             tail = (self._balanced_tail if is_nested else self._plain_tail)(text, head.end())
             if tail is None:
                 return None
-            values[head["key"]] = text[head.end() : tail.start()]
+            value = text[head.end() : tail.start()]
+            try:
+                values[head["key"]] = json.loads(value) if head.groupdict().get(JSON) else value
+            except (ValueError, RecursionError):
+                return None
             start = tail.end()
 
     def _balanced_tail(self, text: str, start: int) -> Any:
