@@ -11,17 +11,20 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import regex  # type: ignore[import-untyped]
 
-from hf_triton.errors import SettingsError, where
+from hf_triton.errors import RequestError, SettingsError, clip, where
+from hf_triton.grammar.free_calls import CallPlan, Calls
+from hf_triton.protocol.call_forms import CallForm, call_grammar, last_letter, read_call_forms
 from hf_triton.protocol.chat_request import Chat
 from hf_triton.protocol.thinking_switches import Thinking
 from hf_triton.protocol.validation import suggest
+from hf_triton.sentence import param
 from hf_triton.tasks.text_generation.message import (
     MessagePlan,
     NamedCallReader,
@@ -47,6 +50,10 @@ MAX_TAGS: Final = 128
 """Characters of the tags around thinking, and of what comes behind them."""
 TAGS: Final = "thinking"
 """Our own key of a response template: the tags around thinking, where those of its fields are no strings."""
+WHOLE_CALL: Final = {"type": "function", "function": "{content}"}
+"""The transform of calls that are objects of name and arguments."""
+CALLS: Final = "calls"
+"""Another one: the forms in which the model writes calls, as `call_forms` has them."""
 Spec = Mapping[str, Any]
 
 
@@ -75,6 +82,9 @@ class MessageFormat:
         self._tags = None if spec is None else _tags_of(spec)
         if self.reasons and self._tags is None:
             logger.info("a constraint holds for thinking too: the response template does not name its tags")
+        self._openings = [(form, _TimedPattern(regex.compile(form.opening, regex.DOTALL))) for form in _forms_of(spec)]
+        self.can_hold_calls = bool(self._openings)
+        """Whether free text may have calls that a grammar holds."""
 
     def thinking(self, prompt: str) -> Thinking | None:
         """The tags of the thinking that completions of a prompt may begin with.
@@ -93,6 +103,34 @@ class MessageFormat:
         if message.strip() or prompt.rstrip().endswith(closing) or 0 < len(lead) == num_led:
             return None
         return Thinking(opening, closing, is_open=False, lead=lead, num_led=num_led)
+
+    def call_plan(self, chat: Chat, prompt: str, held: Collection[str]) -> CallPlan:
+        """How calls in the free text of a prompt's completions are held; arguments are by the schemas of `held` tools.
+
+        Raises:
+            RequestError: The model writes calls in no form that can be held; or its form has no writing for a tool.
+        """
+        if not self._openings:
+            raise RequestError(
+                "invalid_parameter",
+                f"{param('tools')}: {clip(min(held))} is strict, and the form in which this model writes calls cannot "
+                f"be enforced in free text: say {param('tool_choice')} required or strict false, or set the folder's "
+                "response_template to one with calls (docs/chat.md)",
+            )
+        template = self._with_tools
+        fields = [] if template.compiled is None else template.compiled.fields.items()
+        thinking = next(((field.open_re, field.close_re) for name, field in fields if name in REASONING), None)
+        tools = chat.tools or ()
+        calls = [
+            Calls(
+                pattern,
+                last_letter(form.opening),
+                call_grammar(form, tools, held, is_parallel=chat.is_parallel),
+                form.is_free_behind,
+            )
+            for form, pattern in self._openings
+        ]
+        return CallPlan(calls, thinking, frozenset(template.markers), template.end_of(prompt))
 
     def plan(
         self, chat: Chat | None, prompt: str, *, is_constrained: bool, thinking: Thinking | None = None
@@ -166,6 +204,19 @@ def _tags_of(spec: Spec) -> tuple[str, str, str] | None:
     return None
 
 
+def _forms_of(spec: Spec | None) -> tuple[CallForm, ...]:
+    """The forms of calls that a template names; or the one of a JSON object between two tags, if calls are that."""
+    if spec is None or TOOL_CALLS not in spec["fields"]:
+        return ()
+    if CALLS in spec:
+        return read_call_forms(spec[CALLS])
+    field = spec["fields"][TOOL_CALLS]
+    opening, closing, is_whole = field.get("open"), field.get("close"), field.get("transform") == WHOLE_CALL
+    if field.get("content") != "json" or not (isinstance(opening, str) and isinstance(closing, str) and is_whole):
+        return ()
+    return (CallForm(re.escape(opening), (f"{{space}}{{call}}{{space}}{closing}",)),)
+
+
 class _TimedPattern:
     """A compiled pattern of a checkpoint, which may take exponential time: its searches raise `TimeoutError`."""
 
@@ -178,7 +229,7 @@ class _TimedPattern:
 def _compile(spec: Spec) -> Any:
     from transformers.utils.chat_parsing.response_templates import load_response_template
 
-    template = load_response_template({name: value for name, value in spec.items() if name != TAGS})
+    template = load_response_template({name: value for name, value in spec.items() if name not in (TAGS, CALLS)})
     template.start_anchor_re = _TimedPattern(template.start_anchor_re)
     for field in template.fields.values():
         field.open_re = field.open_re and _TimedPattern(field.open_re)
