@@ -19,7 +19,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from hf_triton.errors import panics_as_errors, where
 from hf_triton.grammar.constraint import Bits, GrammarConstraint
-from hf_triton.grammar.free_calls import CallPlan, CallsConstraint, FreeText, Opening, as_bytes, as_text
+from hf_triton.grammar.free_calls import CallPlan, CallsConstraint, Ends, FreeText, Opening, as_bytes, as_text
 from hf_triton.grammar.guidance_tokenizer import build_guidance_tokenizer
 from hf_triton.grammar.matcher import LIMITS, build_matcher, rejection
 from hf_triton.grammar.sandbox import MAX_CPU_S, MAX_WAIT_S, GrammarSandbox
@@ -66,7 +66,7 @@ class GrammarCompiler:
         self._bits = lru_cache(4)(self._build_bits)
         self._tags = lru_cache(4)(self._build_tags)
         self._texts = lru_cache(4)(self._build_texts)
-        self._ending = lru_cache(8)(self._build_ending)
+        self._ends = lru_cache(8)(self._build_ends)
         self._compiles_in_time: dict[Grammar, bool] = {}  # the most recent last
         self._known_tags: set[tuple[str, str, str]] = set()
 
@@ -124,10 +124,10 @@ class GrammarCompiler:
         openings = []
         for calls in plan.calls:
             params, build_call = self.compile(calls.grammar, params)
-            tokens = self._ending(calls.last_letter, plan.visible_ids)
-            openings.append(Opening(calls.pattern, tokens, build_call, calls.is_free_behind))
+            ends = self._ends(calls.pattern, calls.last_letter, plan.visible_ids)
+            openings.append(Opening(ends, build_call, calls.is_free_behind))
         free = FreeText(self._texts(plan.visible_ids), openings, plan.thinking, self._bitmask_size())
-        CallsConstraint(free, plan.prefix)
+        CallsConstraint(free, plan.prefix).bitmask()  # takes a while for the first prompt of a model
         return params, partial(CallsConstraint, free, plan.prefix), partial(CallsConstraint, free)
 
     def knows_tags(self, thinking: Thinking) -> bool:
@@ -187,9 +187,9 @@ class GrammarCompiler:
         num_ids = min(self._vocabulary_size, len(self._tokenizer))
         return ["" if token_id in silent else as_text(guidance.decode_bytes([token_id])) for token_id in range(num_ids)]
 
-    def _build_ending(self, letter: str, visible_ids: frozenset[int]) -> list[tuple[int, str]]:
-        """The tokens with a letter, and their text."""
-        return [(token_id, text) for token_id, text in enumerate(self._texts(visible_ids)) if letter in text]
+    def _build_ends(self, pattern: Any, letter: str, visible_ids: frozenset[int]) -> Ends:
+        texts = self._texts(visible_ids)
+        return Ends(pattern, [(token_id, text) for token_id, text in enumerate(texts) if letter in text])
 
     def _bitmask_size(self) -> int:
         """The bits of a grammar's bitmask."""

@@ -9,8 +9,8 @@ the grammar goes on with the next one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -43,6 +43,8 @@ class CallPlan:
     """What is to be held in the free text of one prompt's completions."""
 
     calls: Sequence[Calls]
+    tool_grammars: Sequence[Grammar]
+    """The grammars of each tool alone, to find one that is wrong."""
     thinking: tuple[Any, Any] | None
     """The patterns that begin and end thinking, likewise."""
     visible_ids: frozenset[int]
@@ -51,38 +53,51 @@ class CallPlan:
     """What the prompt has of the message."""
 
 
+class Ends:
+    """The tokens with which an opening may end, for one model.
+
+    Args:
+        pattern: The opening's.
+        tokens: Those with the last letter of a match, and their text.
+    """
+
+    def __init__(self, pattern: Any, tokens: Sequence[tuple[int, str]]) -> None:
+        self.pattern = pattern
+        self._tokens = tokens
+        self._known: dict[tuple[str, bool], list[tuple[int, bytes]]] = {}
+
+    def behind(self, text: str, start: int) -> list[tuple[int, bytes]]:
+        """The tokens that end an opening behind a text, read from `start`, and go on; and how."""
+        match = self.pattern.search(text, start, partial=True)
+        beginning = "" if match is None else text[match.start() :]
+        key = beginning, start == 0 and len(beginning) == len(text)
+        if key not in self._known:
+            if len(self._known) >= MAX_STATES:
+                self._known.clear()
+            self._known[key] = list(self._find(*key))
+        return self._known[key]
+
+    def _find(self, beginning: str, is_start: bool) -> Iterator[tuple[int, bytes]]:
+        before = beginning if is_start else f"\n{beginning}"  # `\A` and what looks behind see that there is a text
+        for token_id, text in self._tokens:
+            match = self.pattern.search(before + text, int(not is_start))
+            if match is not None and (rest := (before + text)[match.end() :]):
+                yield token_id, as_bytes(rest)
+
+
 @dataclass(frozen=True)
 class Opening:
     """What opens a call, and the grammar of what follows."""
 
-    pattern: Any
-    tokens: Sequence[tuple[int, str]]
-    """The tokens with which a match may end, and their text."""
+    ends: Ends
     build_call: Callable[[], GrammarConstraint]
     is_free_behind: bool
-    states: dict[tuple[str, bool], Bits | None] = field(default_factory=dict)
-    """The tokens that go on behind the opening as no call does, by its beginning and whether that begins the text."""
 
-    def forbidden(self, text: str, start: int, size: int) -> Bits | None:
-        """The tokens that may not come behind a text, `[size]` bits; None: any may."""
-        match = self.pattern.search(text, start, partial=True)
-        beginning = "" if match is None else text[match.start() :]
-        key = beginning, start == 0 and len(beginning) == len(text)
-        if key not in self.states:
-            if len(self.states) >= MAX_STATES:
-                self.states.clear()
-            self.states[key] = self._forbidden(*key, size)
-        return self.states[key]
-
-    def _forbidden(self, beginning: str, is_start: bool, size: int) -> Bits | None:
-        before = beginning if is_start else f"\n{beginning}"  # `\A` and what looks behind see that there is a text
-        call = self.build_call()
-        bits = np.zeros(size, bool)
-        for token_id, text in self.tokens:
-            match = self.pattern.search(before + text, int(not is_start))
-            if match is not None and not call.takes(as_bytes((before + text)[match.end() :])):
-                bits[token_id] = True
-        return np.packbits(bits, bitorder="little") if bits.any() else None
+    def forbidden(self, text: str, start: int) -> Iterator[int]:
+        """The tokens that go on behind the opening as no call does."""
+        if ends := self.ends.behind(text, start):
+            call = self.build_call()
+            yield from (token_id for token_id, rest in ends if not call.takes(rest))
 
 
 @dataclass(frozen=True)
@@ -129,10 +144,12 @@ class CallsConstraint:
             return self._call.bitmask()
         if self._is_thinking:
             return None
-        size = self._free.size
-        forbidden = [opening.forbidden(self._text, self._start, size) for opening in self._free.openings]
-        bits = [each for each in forbidden if each is not None]
-        return ~np.bitwise_or.reduce(bits) if bits else None
+        openings = self._free.openings
+        if not (token_ids := [each for opening in openings for each in opening.forbidden(self._text, self._start)]):
+            return None
+        bits = np.ones(self._free.size, bool)
+        bits[token_ids] = False
+        return np.packbits(bits, bitorder="little")
 
     def accept(self, token_id: int) -> None:
         """Advance by one token; raises as `GrammarConstraint.accept` does."""
@@ -158,7 +175,7 @@ class CallsConstraint:
                 self._is_thinking, self._start = False, match.end()
                 continue
             thought = None if starts is None else self._search(starts)
-            calls = [(match, each) for each in self._free.openings if (match := self._search(each.pattern))]
+            calls = [(match, each) for each in self._free.openings if (match := self._search(each.ends.pattern))]
             match, opening = min(calls, key=lambda call: int(call[0].start()), default=(None, None))
             if thought is not None and (match is None or thought.start() <= match.start()):
                 self._is_thinking, self._start = True, thought.end()

@@ -210,7 +210,8 @@ def typed_schema(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
     seen = 0
     while isinstance(schema, dict) and isinstance(reference := schema.get("$ref"), str) and seen < 8:
         place, _, name = reference.removeprefix("#/").partition("/")
-        target = root.get(place, {}).get(name) if f"#/{place}/" in LOCAL else None
+        targets = root.get(place) if f"#/{place}/" in LOCAL else None
+        target = targets.get(name) if isinstance(targets, dict) else None
         if not isinstance(target, dict):
             break
         schema, seen = {key: value for key, value in schema.items() if key != "$ref"} | target, seen + 1

@@ -312,20 +312,21 @@ class PromptPreparer:
         """
         if prompt.asked.grammar is None and prompt.thinking is None and prompt.call_plan is None:
             return prompt
-        params, thinking = prompt.params, prompt.thinking
+        params, thinking, plan = prompt.params, prompt.thinking, prompt.call_plan
         constraint: Callable[[], Constraint] | None = None
         answer: Callable[[], Constraint] | None = None
         try:
             if prompt.asked.grammar is not None:
                 params, answer = self._grammars.compile(prompt.asked.grammar, params)
+                constraint = answer
+            elif plan is not None:
+                params, constraint, answer = self._grammars.compile_calls(plan, params)
+                thinking = thinking and replace(thinking, lead="", num_led=0)  # a call stands in place of the lead
         except RequestError:
-            for grammar in prompt.forced_call.tool_grammars if prompt.forced_call else ():
+            tools = prompt.forced_call or plan
+            for grammar in tools.tool_grammars if tools else ():
                 self._grammars.compile(grammar, prompt.params)  # to name the tool that is wrong
             raise
-        constraint = answer
-        if prompt.call_plan is not None:
-            params, constraint, answer = self._grammars.compile_calls(prompt.call_plan, params)
-            thinking = thinking and replace(thinking, lead="", num_led=0)  # a call stands in place of the lead
         if thinking is not None:
             constraint = self._grammars.behind_thinking(thinking, params, answer) or constraint
         return replace(prompt, params=params, constraint=constraint)

@@ -20,7 +20,7 @@ import regex  # type: ignore[import-untyped]
 
 from hf_triton.errors import RequestError, SettingsError, clip, where
 from hf_triton.grammar.free_calls import CallPlan, Calls
-from hf_triton.protocol.call_forms import CallForm, call_grammar, last_letter, read_call_forms
+from hf_triton.protocol.call_forms import CallForm, call_grammar, last_letter, read_call_forms, typed_schema
 from hf_triton.protocol.chat_request import Chat
 from hf_triton.protocol.thinking_switches import Thinking
 from hf_triton.protocol.validation import suggest
@@ -130,7 +130,11 @@ class MessageFormat:
             )
             for form, pattern in self._openings
         ]
-        return CallPlan(calls, thinking, frozenset(template.markers), template.end_of(prompt))
+        form = self._openings[0][0]
+        alone = [
+            call_grammar(form, [tool], held, is_parallel=False) for tool in tools if tool["function"]["name"] in held
+        ]
+        return CallPlan(calls, alone, thinking, frozenset(template.markers), template.end_of(prompt))
 
     def plan(
         self, chat: Chat | None, prompt: str, *, is_constrained: bool, thinking: Thinking | None = None
@@ -153,7 +157,7 @@ class MessageFormat:
             TemplateReader,
             template.compiled,
             template.end_of(prompt),
-            list(chat.tools or ()) if chat is not None else [],
+            [template.typed_tool(tool) for tool in chat.tools or ()] if chat is not None else [],
             is_parallel=chat is None or chat.is_parallel,
             **options,
         )
@@ -169,6 +173,20 @@ class _Template:
         self.markers = {
             token_id: text for token_id, text in (special_tokens or {}).items() if any(text in word for word in words)
         }
+
+    def typed_tool(self, tool: Mapping[str, Any]) -> dict[str, Any]:
+        """A tool whose schemas tell what the texts of arguments are: in JSON, a text that may be one stays one."""
+        from transformers.utils.chat_parsing.response_parser import _schema_types
+
+        assert self.compiled is not None
+        field, function = self.compiled.fields.get(TOOL_CALLS), tool["function"]
+        root = function.get("parameters", {})
+        if field is None or not isinstance(properties := root.get("properties"), dict):
+            return dict(tool)
+        typed = {name: typed_schema(schema, root) for name, schema in properties.items()}
+        if field.content == "json" and CALL_TAGS not in field.content_args:
+            typed = {name: schema for name, schema in typed.items() if "string" not in _schema_types(schema)}
+        return {**tool, "function": {**function, "parameters": {**root, "properties": typed}}}
 
     def end_of(self, prompt: str) -> str:
         """The part of a prompt that belongs to the message."""
