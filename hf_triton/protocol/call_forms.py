@@ -3,14 +3,15 @@
 
 A form is data of a response template: the pattern that opens a call in free text, and what follows it, with these
 places: `{space}` (up to 8 characters of white space, or none), `{name}`, `{arguments}` (JSON, or one `argument` after
-the other), `{call}` (a JSON object of name and arguments), `{calls}` (an array of them), `{id}` (9 letters and digits).
+the other), `{call}` (a JSON object of name and arguments), `{calls}` (an array of them), `{id}` (9 letters and digits),
+`{number}`.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -19,10 +20,11 @@ from hf_triton.protocol.structured_output import MAX_GRAMMAR, Grammar
 from hf_triton.protocol.tool_choice import Tools, arguments_schema, call_schemas
 from hf_triton.sentence import param
 
-PLACE: Final = re.compile(r"\{(space|name|arguments|call|calls|id|key|value)\}")
+PLACE: Final = re.compile(r"\{(space|name|arguments|call|calls|id|number|key|value)\}")
 NAME: Final = re.compile(r"[\w.-]+", re.ASCII)
 """Names that every parser reads where no JSON quotes them."""
 KEY: Final = re.compile(r"[^<>\s](?:[^<>\n]*[^<>\s])?")
+PATTERNS: Final[Mapping[str, str]] = {"id": "[A-Za-z0-9]{9}", "number": "[0-9]{1,3}"}
 ANYTHING: Final[Mapping[str, Any]] = {"type": "object"}
 """The schema of arguments that are not held by their tool's."""
 SCALARS: Final[Mapping[type, str]] = {str: "string", bool: "boolean", int: "integer", float: "number"}
@@ -31,6 +33,8 @@ TEXT_KEYWORDS: Final = ("minLength", "maxLength")
 LOCAL: Final = ("#/$defs/", "#/definitions/")
 Part = str | dict[str, Any]
 """A literal; or a place of it, as `Grammar` of the kind `parts` has them."""
+Value = tuple[bool, Callable[[str], list[Part]]]
+"""Whether it is a text as it is, and its parts with what ends it."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +45,12 @@ class CallForm:
     """A pattern without a beginning that only looks behind; its last letter, brackets aside, is the last it needs."""
     calls: tuple[str, ...]
     """What may follow, with its places."""
-    argument: str | None = None
-    """One argument, with the places `{key}` and `{value}`; None: arguments are JSON."""
+    argument: tuple[str, str] | None = None
+    """One argument, a text and another value, with the places `{key}` and `{value}`; None: arguments are JSON."""
     key: str = "arguments"
     """The name of the arguments in `{call}`."""
+    name: str = "name"
+    """The name of the name there."""
     is_free_behind: bool = True
     """Whether any text may follow a call; if not, it is `separator` and a call, or the end."""
     separator: str | None = None
@@ -61,18 +67,21 @@ def read_call_forms(value: object) -> tuple[CallForm, ...]:
 
 def _read_form(value: object) -> CallForm:
     fields: dict[str, Any] = dict(value) if isinstance(value, Mapping) else {}
+    free = "separator" not in fields
     opening, call, separator = fields.pop("opening", None), fields.pop("call", None), fields.pop("separator", None)
+    argument, key, name = fields.pop("argument", None), fields.pop("key", "arguments"), fields.pop("name", "name")
     calls = [call] if isinstance(call, str) else call
-    argument, key = fields.pop("argument", None), fields.pop("key", "arguments")
-    texts = [opening, key, *(calls if isinstance(calls, list) else [None])]
-    texts += [text for text in (argument, separator) if text is not None]
-    if fields or not all(isinstance(text, str) and text for text in texts):
+    arguments = [argument, argument] if isinstance(argument, str) else argument
+    texts = [opening, key, name, *(calls if isinstance(calls, list) else [None])]
+    texts += [] if argument is None else arguments if isinstance(arguments, list) and len(arguments) == 2 else [None]
+    texts += [] if separator is None else [separator]
+    if fields or not calls or not all(isinstance(text, str) and text for text in texts):
         raise ValueError(
-            "calls must be objects of opening and call, and perhaps argument, key and separator, all of them strings"
+            "calls must be objects of opening and call, and perhaps argument, key, name and separator, all strings"
         )
-    assert isinstance(value, Mapping)
-    re.compile(last_letter(opening))
-    return CallForm(opening, tuple(texts[2:][: len(calls)]), argument, key, "separator" not in value, separator)
+    last_letter(opening)
+    ways = None if argument is None else (arguments[0], arguments[1])
+    return CallForm(opening, tuple(calls), ways, key, name, free, separator)
 
 
 def last_letter(opening: str) -> str:
@@ -130,7 +139,7 @@ def _alternatives(form: CallForm, call: str, functions: Sequence[dict[str, Any]]
     """The calls of all tools as one, where JSON tells them apart; else those of each tool."""
     tools = [{"function": function} for function in functions]
     if "{name}" not in call:
-        one, definitions = call_schemas(tools, form.key, may_have_type=True)
+        one, definitions = call_schemas(tools, form.key, form.name, may_have_type=True)
         array = {"type": "array", "minItems": 1, "items": one}
         places = {name: schema_part(schema | definitions) for name, schema in (("call", one), ("calls", array))}
         yield list(_parts(call, {name: [part] for name, part in places.items()}))
@@ -150,7 +159,8 @@ def schema_part(schema: Any) -> Part:
 
 def _parts(text: str, places: Mapping[str, list[Part]]) -> Iterator[Part]:
     """A text of a form with its places filled."""
-    own: dict[str, list[Part]] = {"space": [{"kind": "space"}], "id": [{"kind": "regex", "text": "[A-Za-z0-9]{9}"}]}
+    own: dict[str, list[Part]] = {"space": [{"kind": "space"}]}
+    own |= {name: [{"kind": "regex", "text": pattern}] for name, pattern in PATTERNS.items()}
     for index, piece in enumerate(PLACE.split(text)):
         if index % 2:
             yield from (own | dict(places))[piece]
@@ -161,21 +171,23 @@ def _parts(text: str, places: Mapping[str, list[Part]]) -> Iterator[Part]:
 # --- arguments in tags -----------------------------------------------------------------------------------------------
 
 
-def _tagged(argument: str, function: Mapping[str, Any]) -> list[Part]:
+def _tagged(argument: tuple[str, str], function: Mapping[str, Any]) -> list[Part]:
     """The arguments of a function, each in its tags: required ones, and any of the others, in the schema's order."""
-    head, _, end = argument.partition("{value}")
-    tail, brace, rest = end.partition("{")
-    limits = [head.partition("{key}")[0].strip(), tail.strip()]
+    split = [way.partition("{value}") for way in argument]
+    tails = [end.partition("{") for _, _, end in split]
+    limits = [split[0][0].partition("{key}")[0].strip(), tails[0][0].strip()]
 
-    def write(key: list[Part], values: list[Callable[[str], list[Part]]]) -> list[Part]:
-        ways = [way(tail) for way in values]
-        value = ways[0] if len(ways) == 1 else [{"kind": "any", "of": ways}]
-        return [*_parts(head, {"key": key}), *value, *_parts(brace + rest, {})]
+    def write(key: list[Part], values: Iterable[Value]) -> list[Part]:
+        ways: list[Any] = []
+        for is_text, value in values:
+            (head, _, _), (tail, brace, rest) = split[not is_text], tails[not is_text]
+            ways.append([*_parts(head, {"key": key}), *value(tail), *_parts(brace + rest, {})])
+        return ways[0] if len(ways) == 1 else [{"kind": "any", "of": ways}]
 
     schema = function["parameters"]
     if schema is ANYTHING:
         name: Part = {"kind": "regex", "text": r"[\w.-]{1,64}"}
-        return [{"kind": "repeat", "of": write([name], [_Text(limits)])}]
+        return [{"kind": "repeat", "of": write([name], [_text(limits)])}]
     try:
         required = _check_object(schema)
         parts: list[Part] = []
@@ -183,7 +195,7 @@ def _tagged(argument: str, function: Mapping[str, Any]) -> list[Part]:
             if not KEY.fullmatch(key):
                 raise ValueError(f"the name {clip(key)}")
             typed = typed_schema(given, schema)
-            written = write([key], list(_values(typed, schema, limits)))
+            written = write([key], _values(typed, schema, limits))
             parts += written if key in required else [{"kind": "any", "of": [written, []]}]
     except ValueError as error:
         sentence = (
@@ -224,19 +236,21 @@ def typed_schema(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
     return schema
 
 
-class _Text:
+def _text(limits: Sequence[str], minimum: int = 0, maximum: int | None = None) -> Value:
     """A text between tags, none of which it holds."""
-
-    def __init__(self, limits: Sequence[str], minimum: int = 0, maximum: int | None = None) -> None:
-        self._part = {"kind": "text", "without": list(limits), "min": minimum, "max": maximum}
-
-    def __call__(self, tail: str) -> list[Part]:
-        return [{**self._part, "end": tail}]
+    part = {"kind": "text", "without": list(limits), "min": minimum, "max": maximum}
+    return True, lambda tail: [{**part, "end": tail}]
 
 
-def _values(
-    schema: Mapping[str, Any], root: Mapping[str, Any], limits: Sequence[str]
-) -> Iterator[Callable[[str], list[Part]]]:
+def _literal(text: str) -> Value:
+    return True, lambda tail: [text + tail]
+
+
+def _other(part: Part) -> Value:
+    return False, lambda tail: [part, tail]
+
+
+def _values(schema: Mapping[str, Any], root: Mapping[str, Any], limits: Sequence[str]) -> Iterator[Value]:
     """The ways to write a value: text as it is, anything else as JSON. A `ValueError` names what tags cannot hold."""
     union = next((schema[name] for name in ("anyOf", "oneOf") if name in schema), None)
     types = schema.get("type", [])
@@ -250,7 +264,7 @@ def _values(
     if not choices:
         if schema.keys() - {"type"}:
             raise ValueError("an argument without a type")
-        yield _Text(limits)
+        yield _text(limits)
     is_told = all(choice.keys() == {"type"} or choice["type"] == "null" for choice in others) if texts else True
     if not is_told or any(not isinstance(choice.get("type"), str) for choice in choices):
         raise ValueError("a union that its text does not tell apart")
@@ -264,22 +278,20 @@ def _values(
             if not values:
                 continue
         if choice == {"type": "number"}:  # of a size that a float has
-            yield lambda tail: [{"kind": "regex", "text": r"-?(0|[1-9][0-9]{0,30})(\.[0-9]{1,30})?"}, tail]
+            yield _other({"kind": "regex", "text": r"-?(0|[1-9][0-9]{0,30})(\.[0-9]{1,30})?"})
             continue
         definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
-        part = schema_part({**choice, **definitions})
-        yield lambda tail, part=part: [part, tail]  # type: ignore[misc]
+        yield _other(schema_part({**choice, **definitions}))
 
 
-def _text_values(schema: Mapping[str, Any], limits: Sequence[str]) -> Iterator[Callable[[str], list[Part]]]:
+def _text_values(schema: Mapping[str, Any], limits: Sequence[str]) -> Iterator[Value]:
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(values, list):
         texts = [value for value in values if isinstance(value, str)]
         if any(limit in text for limit in limits for text in texts):
             raise ValueError("a value that holds a tag")
-        for text in texts:
-            yield lambda tail, text=text: [text + tail]  # type: ignore[misc]
+        yield from map(_literal, texts)
         return
     if unknown := sorted(schema.keys() - {"type", *TEXT_KEYWORDS}):
         raise ValueError(clip(unknown[0]))
-    yield _Text(limits, *(schema.get(name, default) for name, default in zip(TEXT_KEYWORDS, (0, None), strict=True)))
+    yield _text(limits, *(schema.get(name, default) for name, default in zip(TEXT_KEYWORDS, (0, None), strict=True)))

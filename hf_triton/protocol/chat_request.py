@@ -223,7 +223,7 @@ class ChatOptions(_Declared):
     ) = None
     """Functions that the model may call, as in OpenAI's API:
     `[{"type": "function", "function": {"name": "weather", "parameters": {}}}]`; also custom tools, of one text:
-    `{"type": "custom", "custom": {"name": "patch"}}`."""
+    `{"type": "custom", "custom": {"name": "patch"}}`. Calls of a function with `"strict": true` follow its schema."""
 
     tool_choice: Annotated[str, BeforeValidator(read_tool_choice)] | None = None
     """Which of the `tools` the model calls: `auto` (it chooses), `none` (the model does not see them), `required` (one

@@ -150,7 +150,7 @@ def arguments_schema(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def call_schemas(
-    tools: Tools, key: str = "arguments", *, may_have_type: bool = False
+    tools: Tools, key: str = "arguments", name: str = "name", *, may_have_type: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The schema of a call of one of the tools, an object of the name and the arguments, and what it refers to."""
     schemas = {str(index): arguments_schema(tool["function"]) for index, tool in enumerate(tools)}
@@ -158,8 +158,8 @@ def call_schemas(
     calls = [
         {
             "type": "object",
-            "properties": {**kind, "name": {"const": tool["function"]["name"]}, key: {"$ref": f"#/$defs/{index}"}},
-            "required": ["name", key],
+            "properties": {**kind, name: {"const": tool["function"]["name"]}, key: {"$ref": f"#/$defs/{index}"}},
+            "required": [name, key],
             "additionalProperties": False,
         }
         for index, tool in enumerate(tools)

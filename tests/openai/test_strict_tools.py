@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strict tools that the model chooses to call, on the three chat APIs: a model that insists on wrong calls makes none."""
+"""Strict tools that the model chooses to call, on the three chat APIs: one that insists on a wrong call makes none."""
 
 import json
 from typing import Any
