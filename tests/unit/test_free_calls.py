@@ -4,6 +4,7 @@
 
 import json
 import random
+import sys
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -358,3 +359,18 @@ def test_a_template_of_the_checkpoint_s_own_with_calls_between_tags_is_held() ->
     writer = Writer("own", chat_of(), is_special=True, spec=spec)
     ids = writer.force(writer.build(), '<tool_call>{"name": "now", "arguments": {}}</tool_call>')
     assert check(writer.read(ids, is_cut=False)) == 1
+
+
+def test_arguments_in_json_stay_what_the_schema_allows() -> None:
+    """A text that looks like a number stays a text if it may be one; a number beyond those of floats is the largest."""
+    number_or_text = {"type": ["string", "integer", "number"], "maximum": 5}
+    writer = Writer("hermes", chat_of([with_argument(number_or_text)]), is_special=False)
+    for value in ('"77"', "4", "4.5"):
+        call = f'<tool_call>{{"name": "f", "arguments": {{"x": {value}}}}}</tool_call>'
+        message = writer.read(writer.force(writer.build(), call), is_cut=False)
+        assert check(message, {"f": with_argument(number_or_text)["parameters"]}) == 1
+        assert json.loads(message["tool_calls"][0]["function"]["arguments"])["x"] == json.loads(value)
+    writer = Writer("hermes", chat_of([with_argument({"type": "number"})]), is_special=False)
+    ids = writer.force(writer.build(), '<tool_call>{"name": "f", "arguments": {"x": -1e999}}</tool_call>')
+    [call] = writer.read(ids, is_cut=False)["tool_calls"]
+    assert json.loads(call["function"]["arguments"])["x"] == -sys.float_info.max
