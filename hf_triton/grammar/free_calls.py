@@ -54,7 +54,7 @@ class CallPlan:
 
 
 class Ends:
-    """The tokens with which an opening may end, for one model.
+    """The tokens with which an opening may end, for one model. Thread-safe.
 
     Args:
         pattern: The opening's.
@@ -71,11 +71,11 @@ class Ends:
         match = self.pattern.search(text, start, partial=True)
         beginning = "" if match is None else text[match.start() :]
         key = beginning, start == 0 and len(beginning) == len(text)
-        if key not in self._known:
+        if (found := self._known.get(key)) is None:
             if len(self._known) >= MAX_STATES:
                 self._known.clear()
-            self._known[key] = list(self._find(*key))
-        return self._known[key]
+            found = self._known[key] = list(self._find(*key))
+        return found
 
     def _find(self, beginning: str, is_start: bool) -> Iterator[tuple[int, bytes]]:
         before = beginning if is_start else f"\n{beginning}"  # `\A` and what looks behind see that there is a text

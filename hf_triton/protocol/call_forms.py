@@ -24,6 +24,7 @@ PLACE: Final = re.compile(r"\{(space|name|arguments|call|calls|id|number|key|val
 NAME: Final = re.compile(r"[\w.-]+", re.ASCII)
 """Names that every parser reads where no JSON quotes them."""
 KEY: Final = re.compile(r"[^<>\s](?:[^<>\n]*[^<>\s])?")
+VALUE: Final = re.compile(r".+\{key\}.*\{value\}[^{].*", re.DOTALL)
 PATTERNS: Final[Mapping[str, str]] = {"id": "[A-Za-z0-9]{9}", "number": "[0-9]{1,3}"}
 ANYTHING: Final[Mapping[str, Any]] = {"type": "object"}
 """The schema of arguments that are not held by their tool's."""
@@ -80,6 +81,11 @@ def _read_form(value: object) -> CallForm:
             "calls must be objects of opening and call, and perhaps argument, key, name and separator, all strings"
         )
     last_letter(opening)
+    whole = [{"call"}, {"calls"}, {"name", "arguments"}]
+    if not all({*PLACE.findall(text)} - {"space", *PATTERNS} in whole for text in calls):
+        raise ValueError("a call must have the place {call}, {calls}, or {name} and {arguments}")
+    if argument is not None and not all(VALUE.fullmatch(way) for way in arguments):
+        raise ValueError("an argument must have the places {key} and {value}, and what ends the value")
     ways = None if argument is None else (arguments[0], arguments[1])
     return CallForm(opening, tuple(calls), ways, key, name, free, separator)
 

@@ -17,6 +17,7 @@ from hf_triton.errors import RequestError
 from hf_triton.grammar.compiler import GrammarCompiler
 from hf_triton.grammar.free_calls import CallsConstraint
 from hf_triton.protocol.chat_request import Chat, parse_chat
+from hf_triton.protocol.thinking_switches import Thinking
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.types import Constraint
 from hf_triton.tasks.text_generation.response_template import MessageFormat, shipped_names, shipped_template
@@ -374,3 +375,41 @@ def test_arguments_in_json_stay_what_the_schema_allows() -> None:
     ids = writer.force(writer.build(), '<tool_call>{"name": "f", "arguments": {"x": -1e999}}</tool_call>')
     [call] = writer.read(ids, is_cut=False)["tool_calls"]
     assert json.loads(call["function"]["arguments"])["x"] == -sys.float_info.max
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_calls_come_behind_thinking_that_a_budget_ends(is_open: bool) -> None:
+    writer = Writer("qwen3", chat_of(), is_special=False)
+    compiler = compiler_of(is_special=False)
+    plan = writer.format.call_plan(writer.chat, "", {"now"})
+    params, _, build_behind = compiler.compile_calls(plan, SamplingParams(1))
+    build = compiler.behind_thinking(Thinking("<think>", "</think>", is_open, budget=3), params, build_behind)
+    assert build is not None
+    constraint = build()
+    for letter in "" if is_open else "<think>":
+        writer.force(constraint, letter)
+    for letter in "abc":
+        writer.force(constraint, letter)
+    while len(allowed_ids := writer.allowed(constraint)) == 1:  # the closing tag
+        constraint.accept(allowed_ids[0])
+    for letter in "I <tool_call>":
+        writer.force(constraint, letter)
+    allowed = {writer.tokenizer.decode([token_id]) for token_id in writer.allowed(constraint)}
+    assert "{" in allowed
+    assert "x" not in allowed
+
+
+@pytest.mark.parametrize(
+    ("calls", "words"),
+    [
+        ({"opening": "<a>"}, "objects of opening and call"),
+        ({"opening": "<a>", "call": "{call}", "more": "x"}, "objects of opening and call"),
+        ({"opening": "<a>x*", "call": "{call}"}, "a letter of its own"),
+        ({"opening": "(<a>", "call": "{call}"}, "calls: "),
+        ({"opening": "<a>", "call": "{name}"}, "the place"),
+        ({"opening": "<a>", "call": "{name}{arguments}", "argument": "{key}={value}"}, "what ends the value"),
+    ],
+)
+def test_forms_that_are_none_are_a_sentence(calls: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        MessageFormat({**shipped_template("hermes"), "calls": calls}, {})

@@ -82,7 +82,10 @@ class MessageFormat:
         self._tags = None if spec is None else _tags_of(spec)
         if self.reasons and self._tags is None:
             logger.info("a constraint holds for thinking too: the response template does not name its tags")
-        self._openings = [(form, _TimedPattern(regex.compile(form.opening, regex.DOTALL))) for form in _forms_of(spec)]
+        try:
+            self._openings = [(form, _TimedPattern(regex.compile(form.opening))) for form in _forms_of(spec)]
+        except regex.error as error:
+            raise ValueError(f"{CALLS}: {error}") from None
         self.can_hold_calls = bool(self._openings)
         """Whether free text may have calls that a grammar holds."""
 
