@@ -178,6 +178,10 @@ class ModelSettings(BaseModel):
     By default the checkpoint's own, else the one that fits the chat template. Relative paths start at the model
     folder."""
 
+    strict_tools: bool = False
+    """Whether the arguments of each call follow the tool's schema also where the model chooses to call it, as if each
+    tool that does not say so were `strict`."""
+
     cache_dir: str | None = None
     """Hub cache to look in first and to download to. Relative paths start at the model folder."""
 

@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Final
 
 import numpy as np
@@ -19,6 +19,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from hf_triton.errors import panics_as_errors, where
 from hf_triton.grammar.constraint import Bits, GrammarConstraint
+from hf_triton.grammar.free_calls import CallPlan, CallsConstraint, Ends, FreeText, Opening, as_bytes, as_text
 from hf_triton.grammar.guidance_tokenizer import build_guidance_tokenizer
 from hf_triton.grammar.matcher import LIMITS, build_matcher, rejection
 from hf_triton.grammar.sandbox import MAX_CPU_S, MAX_WAIT_S, GrammarSandbox
@@ -26,6 +27,7 @@ from hf_triton.grammar.thinking import TagTokens, ThinkingConstraint
 from hf_triton.protocol.structured_output import Grammar
 from hf_triton.protocol.thinking_switches import Thinking
 from hf_triton.sampling.params import SamplingParams
+from hf_triton.sampling.types import Constraint
 from hf_triton.sentence import param, remedy
 
 logger = logging.getLogger(__name__)
@@ -63,6 +65,8 @@ class GrammarCompiler:
         self._guidance: LLTokenizer | None = None
         self._bits = lru_cache(4)(self._build_bits)
         self._tags = lru_cache(4)(self._build_tags)
+        self._texts = lru_cache(4)(self._build_texts)
+        self._ends = lru_cache(8)(self._build_ends)
         self._compiles_in_time: dict[Grammar, bool] = {}  # the most recent last
         self._known_tags: set[tuple[str, str, str]] = set()
 
@@ -101,16 +105,37 @@ class GrammarCompiler:
                 raise rejection(grammar, "allows no text of the model's tokens: it contradicts itself, or is too large")
 
         def build_constraint() -> GrammarConstraint:
-            return GrammarConstraint(matcher.deep_copy(), text_bits, eos_bits, eos_ids, grammar.about)
+            return GrammarConstraint(matcher.deep_copy(), text_bits, eos_bits, eos_ids, grammar.about, guidance)
 
         return replace(params, eos_ids=eos_ids), build_constraint
+
+    def compile_calls(
+        self, plan: CallPlan, params: SamplingParams
+    ) -> tuple[SamplingParams, Callable[[], CallsConstraint], Callable[[], CallsConstraint]]:
+        """Compile the calls in free text, for the sequences of one prompt.
+
+        Returns:
+            The sampling parameters that `compile` returns, and factories of the sequences' constraints: behind the
+            prompt, and behind thinking.
+
+        Raises:
+            RequestError: As `compile` does; or the prompt ends within a call.
+        """
+        openings = []
+        for calls in plan.calls:
+            params, build_call = self.compile(calls.grammar, params)
+            ends = self._ends(calls.pattern, calls.last_letter, plan.visible_ids)
+            openings.append(Opening(ends, build_call, calls.is_free_behind))
+        free = FreeText(self._texts(plan.visible_ids), openings, plan.thinking, self._bitmask_size())
+        CallsConstraint(free, plan.prefix).bitmask()  # takes a while for the first prompt of a model
+        return params, partial(CallsConstraint, free, plan.prefix), partial(CallsConstraint, free)
 
     def knows_tags(self, thinking: Thinking) -> bool:
         """Whether `behind_thinking` is quick for these tags; it takes up to a second the first time."""
         return thinking.spellings in self._known_tags
 
     def behind_thinking(
-        self, thinking: Thinking, params: SamplingParams, build_answer: Callable[[], GrammarConstraint] | None
+        self, thinking: Thinking, params: SamplingParams, build_answer: Callable[[], Constraint] | None
     ) -> Callable[[], ThinkingConstraint] | None:
         """A factory of constraints that leave thinking free.
 
@@ -140,20 +165,38 @@ class GrammarCompiler:
         if guidance is None:
             logger.warning("thinking is not told from the answer: the tokenizer's tokens are not known by their bytes")
             return None
+        words = "\n".join((opening, closing, lead))
         added = self._tokenizer.backend_tokenizer.get_added_tokens_decoder()
-        silent = {token_id for token_id, token in added.items() if token.special} - {
-            token_id for token_id, token in added.items() if token.content in "\n".join((opening, closing, lead))
-        }
-        num_ids = min(self._vocabulary_size, len(self._tokenizer))
-        texts = [b"" if token_id in silent else guidance.decode_bytes([token_id]) for token_id in range(num_ids)]
+        visible_ids = frozenset(token_id for token_id, token in added.items() if token.content in words)
+        texts = [as_bytes(text) for text in self._texts(visible_ids)]
+        num_ids = len(texts)
         closing_ids, lead_ids = (guidance.tokenize_str(text, parse_special=True) for text in (closing, lead))
         spelled = [guidance.decode_bytes(ids).decode(errors="replace").strip() for ids in (closing_ids, lead_ids)]
         if spelled != [closing, lead] or max(closing_ids + lead_ids) >= num_ids:
             logger.warning("thinking is not told from the answer: the tokenizer cannot spell its tags")
             return None
-        any_matcher = LLMatcher(guidance, LLMatcher.grammar_from_regex("a"), log_level=0)
-        size = 8 * len(any_matcher.compute_bitmask())  # as a grammar's
-        return TagTokens(opening.encode(), closing.encode(), lead.encode(), texts, closing_ids, lead_ids, size)
+        tags = opening.encode(), closing.encode(), lead.encode()
+        return TagTokens(*tags, texts, closing_ids, lead_ids, self._bitmask_size())
+
+    def _build_texts(self, visible_ids: frozenset[int]) -> list[str]:
+        """The text of each token of the model, by id, as `free_calls` has it; none of special ones but the visible."""
+        guidance = self._build_guidance()
+        assert guidance is not None
+        added = self._tokenizer.backend_tokenizer.get_added_tokens_decoder()
+        silent = {token_id for token_id, token in added.items() if token.special} - visible_ids
+        num_ids = min(self._vocabulary_size, len(self._tokenizer))
+        return ["" if token_id in silent else as_text(guidance.decode_bytes([token_id])) for token_id in range(num_ids)]
+
+    def _build_ends(self, pattern: Any, letter: str, visible_ids: frozenset[int]) -> Ends:
+        texts = self._texts(visible_ids)
+        return Ends(pattern, [(token_id, text) for token_id, text in enumerate(texts) if letter in text])
+
+    def _bitmask_size(self) -> int:
+        """The bits of a grammar's bitmask."""
+        guidance = self._build_guidance()
+        assert guidance is not None
+        matcher = LLMatcher(guidance, LLMatcher.grammar_from_regex("a"), log_level=0)
+        return 8 * len(matcher.compute_bitmask())
 
     def _guidance_tokenizer(self, grammar: Grammar) -> LLTokenizer:
         if (guidance := self._build_guidance()) is None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 
 from hf_triton.errors import HfTritonError, RequestError, as_own_error, panics_as_errors
 from hf_triton.sampling.types import Constraint
@@ -26,12 +26,20 @@ class GrammarConstraint:
         matcher: The grammar, at its start; it is this sequence's alone.
         text_bits: The tokens that may spell text: the model's, without end-of-sequence.
         parameter: The request parameter that holds the grammar, for error messages.
+        tokenizer: The matcher's.
     """
 
     def __init__(
-        self, matcher: LLMatcher, text_bits: Bits, eos_bits: Bits, eos_ids: frozenset[int], parameter: str
+        self,
+        matcher: LLMatcher,
+        text_bits: Bits,
+        eos_bits: Bits,
+        eos_ids: frozenset[int],
+        parameter: str,
+        tokenizer: LLTokenizer,
     ) -> None:
         self._matcher = matcher
+        self._tokenizer = tokenizer
         self._parameter = parameter
         self._text_bits = text_bits
         self._eos_bits = eos_bits
@@ -62,6 +70,22 @@ class GrammarConstraint:
             if not is_allowed:
                 raise self._failure()
         self._bitmask = None
+
+    def takes(self, text: bytes) -> bool:
+        """Whether a text may come next."""
+        with panics_as_errors():
+            return self._consume(self._matcher.deep_copy(), text)
+
+    def accept_text(self, text: bytes) -> None:
+        """Advance by a text, however its tokens spell it; raises as `accept` does."""
+        with panics_as_errors():
+            is_allowed = self._consume(self._matcher, text)
+        if not is_allowed:
+            raise self._failure()
+        self._bitmask = None
+
+    def _consume(self, matcher: LLMatcher, text: bytes) -> bool:
+        return not text or bool(matcher.consume_tokens(self._tokenizer.tokenize_bytes(text)))
 
     def _compute_bitmask(self) -> Bits:
         matcher = self._matcher

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -30,13 +31,14 @@ LIMITS: Final = LLParserLimits(
 )
 GBNF_RULE: Final = re.compile(r"^[ \t]*[A-Za-z_][\w-]*[ \t]*::=", re.MULTILINE)
 JSON_IN_LARK: Final = re.compile(r"%json\s*(?=\{)")
+SPACE: Final = r"[ \t\r\n]{1,8}"  # of forms of calls
 JSON_SPACE: Final = r" ?|\n[ \t]{0,40}"  # unbounded white space would use up the tokens
 
 
 def build_matcher(tokenizer: LLTokenizer, grammar: Grammar, limits: LLParserLimits = LIMITS) -> LLMatcher:
     """A matcher at the start of a grammar; raises RequestError if the grammar is wrong or too large."""
     try:
-        source = _source(grammar)
+        source = _source(grammar, tokenizer)
     except ValueError as error:  # nested too deeply, or not enforced
         raise rejection(grammar, f"cannot be read: {plain(_reason(str(error)))}") from None
     matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits)
@@ -54,8 +56,8 @@ def rejection(grammar: Grammar, sentence: str) -> RequestError:
     return RequestError("invalid_parameter", f"{grammar.about} {sentence}")
 
 
-def _source(grammar: Grammar) -> str:
-    """A grammar in llguidance's own form."""
+def _source(grammar: Grammar, tokenizer: LLTokenizer) -> str:
+    """A grammar in llguidance's own form; special tokens are the tokenizer's."""
     if grammar.kind == "json_schema":
         schema = json.loads(grammar.text)
         check_schema(schema)
@@ -66,29 +68,79 @@ def _source(grammar: Grammar) -> str:
     if grammar.kind == "regex":
         return LLMatcher.grammar_from_regex(grammar.text)
     if grammar.kind == "choice":
-        # Lark's lexer takes no raw control character, and JSON does not escape this one.
-        choices = (json.dumps(text, ensure_ascii=False).replace("\x7f", r"\x7f") for text in json.loads(grammar.text))
-        return LLMatcher.grammar_from_lark("start: " + " | ".join(choices))
-    if grammar.kind == "one_of":
-        return _one_of(json.loads(grammar.text))
+        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(_quoted, json.loads(grammar.text))))
+    if grammar.kind == "parts":
+        return _PartsGrammar(tokenizer).source(**json.loads(grammar.text))
     for match in JSON_IN_LARK.finditer(grammar.text):
         with contextlib.suppress(json.JSONDecodeError):  # it is no schema, or the library refuses it
             check_schema(json.JSONDecoder().raw_decode(grammar.text, match.end())[0])
     return LLMatcher.grammar_from_lark(_lark(grammar.text) if GBNF_RULE.search(grammar.text) else grammar.text)
 
 
-def _one_of(alternatives: list[tuple[str, Any, str]]) -> str:
-    """Grammars behind strings that tell them apart, as one."""
-    sources = [(kind, _source(Grammar(kind, text, ""))) for _, kind, text in alternatives]
-    parts = [  # Lark stays as it is
-        {"lark_grammar": source} if kind == "lark" else json.loads(source)["grammars"][0] for kind, source in sources
-    ]
-    starts = [
-        f"{json.dumps(prefix, ensure_ascii=False)} @part{index}" if prefix else f"@part{index}"
-        for index, (prefix, _, _) in enumerate(alternatives)
-    ]
-    main = {"name": "main", "lark_grammar": "start: " + " | ".join(starts)}
-    return json.dumps({"grammars": [main, *({**part, "name": f"part{index}"} for index, part in enumerate(parts))]})
+class _PartsGrammar:
+    """Writes parts as Lark that names grammars of their own."""
+
+    def __init__(self, tokenizer: LLTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._rules = [f"SPACE: /{SPACE}/"]
+        self._grammars: list[dict[str, Any]] = []
+        self._names: dict[tuple[str, str], str] = {}
+
+    def source(self, alternatives: Sequence[Sequence[Any]], separator: Sequence[Any] | None) -> str:
+        call = " | ".join(map(self._sequence, alternatives))
+        again = "" if separator is None else f" ({self._sequence(separator)} call)*"
+        main = "\n".join([f"start: call{again}", f"call: {call}", *self._rules])
+        return json.dumps({"grammars": [{"name": "main", "lark_grammar": main}, *self._grammars]})
+
+    def _sequence(self, parts: Sequence[Any]) -> str:
+        return " ".join(self._literal(part) if isinstance(part, str) else self._part(part) for part in parts)
+
+    def _part(self, part: Mapping[str, Any]) -> str:
+        kind = part["kind"]
+        if kind == "space":
+            return "SPACE?"
+        if kind == "repeat":
+            return f"({self._sequence(part['of'])})*"
+        if kind == "any":
+            ways = [self._sequence(way) for way in part["of"]]
+            return f"({' | '.join(filter(None, ways))}){'' if all(ways) else '?'}"
+        return self._text(**part) if kind == "text" else self._grammar(kind, part["text"])
+
+    def _grammar(self, kind: Any, text: str) -> str:
+        name = self._names.setdefault((kind, text), f"part{len(self._names)}")
+        if len(self._names) > len(self._grammars):
+            source = _source(Grammar(kind, text, ""), self._tokenizer)
+            own = {"lark_grammar": source} if kind == "lark" else json.loads(source)["grammars"][0]
+            self._grammars.append({**own, "name": name})
+        return f"@{name}"
+
+    def _text(self, *, kind: str, without: Sequence[str], min: int, max: int | None, end: str) -> str:
+        """Text and its end as one terminal, which is over with the end: the text does not hold it."""
+        held = "|".join(re.escape(text).replace("/", r"\/") for text in without)
+        text = f"(/(?s:.{{{min},{'' if max is None else max}}})/ & ~/(?s:.*)({held})(?s:.*)/)"
+        [*literals] = self._pieces(end)
+        is_special = literals[0].startswith("<")
+        self._rules.append(f"TEXT{len(self._rules)}: {text}{'' if is_special else ' ' + literals[0]}")
+        return " ".join([f"TEXT{len(self._rules) - 1}", *literals[not is_special :]])
+
+    def _literal(self, text: str) -> str:
+        return " ".join(self._pieces(text))
+
+    def _pieces(self, text: str) -> list[str]:
+        """A literal as strings, and the ids of special tokens."""
+        ids = self._tokenizer.tokenize_str(text, parse_special=True)
+        special = {
+            self._tokenizer.decode_str([token_id]): token_id
+            for token_id in ids
+            if self._tokenizer.is_special_token(token_id)
+        }
+        pieces = filter(None, re.split(f"({'|'.join(map(re.escape, special))})", text) if special else [text])
+        return [f"<[{special[piece]}]>" if piece in special else _quoted(piece) for piece in pieces]
+
+
+def _quoted(text: str) -> str:
+    """A string of Lark, whose lexer takes no raw control character, and JSON does not escape one of them."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\x7f")
 
 
 def _lark(gbnf: str) -> str:

@@ -19,7 +19,8 @@ from typing import Final, Literal
 
 import numpy as np
 
-from hf_triton.grammar.constraint import Bits, GrammarConstraint
+from hf_triton.grammar.constraint import Bits
+from hf_triton.sampling.types import Constraint
 
 SPACE: Final = b" \t\r\n"
 MAX_SPACES: Final = 4
@@ -120,7 +121,7 @@ class ThinkingConstraint:
         self,
         tags: TagTokens,
         text_bits: Bits,
-        build_answer: Callable[[], GrammarConstraint] | None,
+        build_answer: Callable[[], Constraint] | None,
         *,
         is_open: bool,
         budget: int | None,
@@ -159,9 +160,10 @@ class ThinkingConstraint:
             tail = self._tail
             going_on = [tokens[len(tail)] for tag, tokens in self._beginnings if tag and tag.startswith(tail)]
             openers: Bits = np.bitwise_or.reduce(going_on) & self._text_bits
-            return self._answer.bitmask() | openers if self._is_answer else openers
+            return _either(self._answer.bitmask(), openers) if self._is_answer else openers
         has_space = self._phase == "space" and self._num_spaces < MAX_SPACES
-        return self._answer.bitmask() | (self._tags.spaces & self._text_bits) if has_space else self._answer.bitmask()
+        answer = self._answer.bitmask()
+        return _either(answer, self._tags.spaces & self._text_bits) if has_space else answer
 
     def accept(self, token_id: int) -> None:
         """Advance by one token; raises as `GrammarConstraint.accept` does."""
@@ -224,6 +226,12 @@ def _bits(token_ids: Iterable[int], size: int) -> Bits:
     return np.packbits(bits, bitorder="little")
 
 
-def _has(bits: Bits, token_id: int) -> bool:
+def _either(bits: Bits | None, others: Bits) -> Bits | None:
+    return None if bits is None else bits | others
+
+
+def _has(bits: Bits | None, token_id: int) -> bool:
+    if bits is None:
+        return True
     index = token_id // 8
     return index < len(bits) and bool(bits[index] >> (token_id % 8) & 1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Annotated, Any, Final, Self
 
@@ -223,7 +223,7 @@ class ChatOptions(_Declared):
     ) = None
     """Functions that the model may call, as in OpenAI's API:
     `[{"type": "function", "function": {"name": "weather", "parameters": {}}}]`; also custom tools, of one text:
-    `{"type": "custom", "custom": {"name": "patch"}}`."""
+    `{"type": "custom", "custom": {"name": "patch"}}`. Calls of a function with `"strict": true` follow its schema."""
 
     tool_choice: Annotated[str, BeforeValidator(read_tool_choice)] | None = None
     """Which of the `tools` the model calls: `auto` (it chooses), `none` (the model does not see them), `required` (one
@@ -280,6 +280,8 @@ class Chat:
     """Whether the answer may have several tool calls."""
     forced_call: ForcedCall | None = None
     custom_names: frozenset[str] = frozenset()
+    strict: Mapping[str, bool] = field(default_factory=dict)
+    """Whether calls of a tool follow its schema, for those that say so."""
 
 
 def parse_chat(messages: str | Sequence[str], options: Mapping[str, object], max_bytes: int) -> Chat:
@@ -314,7 +316,8 @@ def parse_chat(messages: str | Sequence[str], options: Mapping[str, object], max
     continues, starts = bool(checked.continue_final_message), checked.add_generation_prompt
     offered = checked.tools or ()
     formats = {custom["name"]: format_of(custom) for tool in offered if (custom := custom_of(tool))}
-    functions = tuple(as_function(custom) if (custom := custom_of(tool)) else tool for tool in offered)
+    functions = tuple(as_function(custom) if (custom := custom_of(tool)) else _shown_tool(tool) for tool in offered)
+    strict = {own["name"]: own["strict"] for tool in offered if "strict" in (own := tool.get("function", {}))}
     tools, choice = allowed_tools(functions, checked.tool_choice or "auto")
     is_parallel = checked.parallel_tool_calls is not False
     return Chat(
@@ -326,7 +329,13 @@ def parse_chat(messages: str | Sequence[str], options: Mapping[str, object], max
         is_parallel=is_parallel,
         forced_call=forced_call(tools, choice, is_parallel=is_parallel, formats=formats),
         custom_names=frozenset(formats),
+        strict=strict,
     )
+
+
+def _shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool as chat templates see it."""
+    return tool | {"function": {name: value for name, value in tool["function"].items() if name != "strict"}}
 
 
 def _parse_messages(texts: Sequence[str]) -> tuple[dict[str, Any], ...]:

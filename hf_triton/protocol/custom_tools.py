@@ -33,6 +33,8 @@ class FunctionTool(NamedTool):
     """The `function` of a tool of that type."""
 
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    """Whether calls follow the schema also where the model chooses; None: as the folder says."""
 
 
 class CustomTool(NamedTool):

@@ -29,10 +29,12 @@ GRAMMARS: Final = ("response_format", "guided_json", "guided_regex", "guided_cho
 class Grammar:
     """A constraint on the completion."""
 
-    kind: Literal["json_schema", "regex", "choice", "lark", "one_of"]
+    kind: Literal["json_schema", "regex", "choice", "lark", "parts"]
     text: str
-    """The source; JSON if `kind` is json_schema (an object), choice (an array of strings), or one_of: an array of
-    alternatives, each with the string that it begins with, a kind and a source."""
+    """The source; JSON if `kind` is json_schema (an object), choice (an array of strings), or parts: `alternatives`,
+    arrays of parts, which may repeat behind a `separator`, or null. A part is a string, or an object of a `kind`: one
+    of the others with its `text`; `space`; `any` or `repeat` `of` parts; or `text` from `min` to `max` characters
+    `without` some strings, up to its `end`."""
     parameter: str
     """The request parameter that holds it."""
     about: str = ""

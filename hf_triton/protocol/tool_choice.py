@@ -117,19 +117,20 @@ def _required_call(tools: Tools, inputs: Mapping[str, Grammar], is_parallel: boo
     inputs = {name: grammar for name, grammar in inputs.items() if name in names}
     functions = [tool for tool in tools if tool["function"]["name"] not in inputs]
     grammars = tuple(_tool_grammar(tool["function"]) for tool in functions)
-    calls = [("", "json_schema", json.dumps(_array_schema(functions, is_parallel)))] if functions else []
+    array = json.dumps(_array_schema(functions, is_parallel)) if functions else ""
     if inputs:
-        calls += [(f"{name}\n", grammar.kind, grammar.text) for name, grammar in inputs.items()]
-        whole = Grammar("one_of", json.dumps(calls), CHOICE, about)
+        calls: list[list[Any]] = [[{"kind": "json_schema", "text": array}]] if functions else []
+        calls += [[f"{name}\n", {"kind": grammar.kind, "text": grammar.text}] for name, grammar in inputs.items()]
+        whole = Grammar("parts", json.dumps({"alternatives": calls, "separator": None}), CHOICE, about)
     else:
-        whole = Grammar("json_schema", calls[0][2], CHOICE, about)
+        whole = Grammar("json_schema", array, CHOICE, about)
     _check_size(whole)
     return ForcedCall(None, whole, (*grammars, *inputs.values()), input_names=frozenset(inputs))
 
 
 def _tool_grammar(function: Mapping[str, Any]) -> Grammar:
     about = f"{param(CHOICE)}: the schema of the tool {clip(function['name'])}"
-    grammar = Grammar("json_schema", json.dumps(_arguments_schema(function)), CHOICE, about)
+    grammar = Grammar("json_schema", json.dumps(arguments_schema(function)), CHOICE, about)
     _check_size(grammar)
     return grammar
 
@@ -140,7 +141,7 @@ def _check_size(grammar: Grammar) -> None:
         raise RequestError("invalid_parameter", f"{grammar.about} {sentence}")
 
 
-def _arguments_schema(function: Mapping[str, Any]) -> dict[str, Any]:
+def arguments_schema(function: Mapping[str, Any]) -> dict[str, Any]:
     """The schema of a function's arguments, which are an object. Without parameters there are none, as at OpenAI's."""
     parameters = function.get("parameters")
     if parameters is None:
@@ -148,22 +149,30 @@ def _arguments_schema(function: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "object", **parameters}
 
 
-def _array_schema(tools: Tools, is_parallel: bool) -> dict[str, Any]:
-    schemas = {str(index): _arguments_schema(tool["function"]) for index, tool in enumerate(tools)}
+def call_schemas(
+    tools: Tools, key: str = "arguments", name: str = "name", *, may_have_type: bool = False
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The schema of a call of one of the tools, an object of the name and the arguments, and what it refers to."""
+    schemas = {str(index): arguments_schema(tool["function"]) for index, tool in enumerate(tools)}
+    kind = {"type": {"const": "function"}} if may_have_type else {}
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": tool["function"]["name"]}, "arguments": {"$ref": f"#/$defs/{index}"}},
-            "required": ["name", "arguments"],
+            "properties": {**kind, name: {"const": tool["function"]["name"]}, key: {"$ref": f"#/$defs/{index}"}},
+            "required": [name, key],
             "additionalProperties": False,
         }
         for index, tool in enumerate(tools)
     ]
-    array = {"type": "array", "minItems": 1, "items": calls[0] if len(calls) == 1 else {"anyOf": calls}}
     definitions = {
         index: _moved(schema, f"#/$defs/{index}", schema.get("$id", "#")) for index, schema in schemas.items()
     }
-    return array | ({} if is_parallel else {"maxItems": 1}) | {"$defs": definitions}
+    return calls[0] if len(calls) == 1 else {"anyOf": calls}, {"$defs": definitions}
+
+
+def _array_schema(tools: Tools, is_parallel: bool) -> dict[str, Any]:
+    call, definitions = call_schemas(tools)
+    return {"type": "array", "minItems": 1, "items": call} | ({} if is_parallel else {"maxItems": 1}) | definitions
 
 
 def _moved(schema: Any, place: str, identity: object) -> Any:

@@ -53,11 +53,12 @@ class _Tool(ToolFields):
     ignored: ClassVar[Mapping[str, Ignored]] = {
         "type": ANY,
         **dict.fromkeys(("cache_control", "input_examples"), HINT),
-        **dict.fromkeys(("strict", "eager_input_streaming"), Ignored((False,), is_hint=True)),
+        "eager_input_streaming": Ignored((False,), is_hint=True),
         "allowed_callers": Ignored((["direct"],)),
         "defer_loading": Ignored((False,)),
     }
     input_schema: dict[str, Any]
+    strict: bool | None = None
 
 
 TOOLS: Final = {"custom": _Tool}

@@ -21,11 +21,13 @@ from hf_triton_gateway.http.api_errors import ApiError
 Tools = Annotated[list[Any], annotated_types.MaxLen(MAX_TOOLS)]
 OFFERED: Final[Mapping[str, Ignored]] = {
     "type": ANY,
-    **dict.fromkeys(("strict", "defer_loading", "async"), Ignored((False,), is_hint=True)),
+    **dict.fromkeys(("defer_loading", "async"), Ignored((False,), is_hint=True)),
     "allowed_callers": Ignored((["direct"],), is_hint=True),
     "output_schema": HINT,
 }
 """Fields of tools that say nothing to the model."""
+STRICT: Final[Mapping[str, Ignored]] = {"strict": Ignored((False,), is_hint=True)}
+"""One that functions alone have."""
 MAX_READ: Final = 8 * MAX_TOOLS
 """Tools of one request, those that are defined again or passed over included."""
 CHOICE: Final = '{"type": "function", "name": "..."}'
@@ -36,7 +38,7 @@ class _Function(ToolFields, FunctionTool):
 
 
 class _Custom(ToolFields, CustomTool):
-    ignored: ClassVar[Mapping[str, Ignored]] = OFFERED
+    ignored: ClassVar[Mapping[str, Ignored]] = {**OFFERED, **STRICT}
     kind: ClassVar[str] = CUSTOM
 
 
@@ -45,7 +47,7 @@ class _Grammar(Fields, Definition):
 
 
 class _Namespace(Fields):
-    ignored: ClassVar[Mapping[str, Ignored]] = {**OFFERED, "description": ANY}
+    ignored: ClassVar[Mapping[str, Ignored]] = {**OFFERED, **STRICT, "description": ANY}
     name: Annotated[str, annotated_types.MinLen(1)]
     tools: Tools
 

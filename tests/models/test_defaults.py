@@ -11,8 +11,13 @@ from hf_triton.engine.protocols import Observer
 from hf_triton.errors import CheckpointError, SettingsError
 from hf_triton.hub.checkpoint import Placement, load_checkpoint
 from hf_triton.hub.locate import Hub
+from hf_triton.protocol.chat_request import parse_chat
+from hf_triton.protocol.parameters import GenerationParameters
 from hf_triton.settings import ModelSettings
 from hf_triton.tasks.hooks import Hooks
+from hf_triton.tasks.text_generation.prepare import Encoded
+from hf_triton.tasks.text_generation.resolve import resolve_task_params
+from hf_triton.tasks.text_generation.response_template import shipped_template
 from hf_triton.tasks.text_generation.service import TextGenerationService, build_text_generation
 from hf_triton.testing import build_tiny_checkpoint
 
@@ -27,7 +32,7 @@ def build(folder: Path, **defaults: Any) -> None:
     start(folder, settings).close()
 
 
-def start(folder: Path, settings: ModelSettings) -> TextGenerationService:
+def start(folder: Path, settings: ModelSettings, **options: Any) -> TextGenerationService:
     hub = Hub(folder, settings, {})
     loaded = load_checkpoint(hub, settings, Placement("CPU", 0))
     return build_text_generation(
@@ -39,6 +44,7 @@ def start(folder: Path, settings: ModelSettings) -> TextGenerationService:
         on_fatal=lambda: None,
         observer=Observer(),
         returns_timings=True,
+        **options,
     )
 
 
@@ -92,3 +98,24 @@ def test_cache_smaller_than_max_output_length_is_refused(tmp_path: Path) -> None
     settings = ModelSettings(huggingface_model=str(tmp_path), max_cache_tokens=256, max_output_length=256)
     with pytest.raises(SettingsError, match=r"could not be answered .*max_cache_tokens.* max_output_length"):
         start(tmp_path, settings)
+
+
+def test_strict_tools_of_the_folder_are_those_that_do_not_say_otherwise(checkpoint: Path) -> None:
+    settings = ModelSettings(huggingface_model=str(checkpoint), strict_tools=True, max_num_seqs=4)
+    with pytest.raises(SettingsError, match="strict_tools cannot be kept"):
+        start(checkpoint, settings)
+    task = start(checkpoint, settings, response_template=shipped_template("hermes"))
+    functions = [{"name": "plain"}, {"name": "loose", "strict": False}, {"name": "tight", "strict": True}]
+    tools: list[Any] = [{"type": "function", "function": function} for function in functions]
+    tools.append({"type": "custom", "custom": {"name": "text"}})
+    chat = parse_chat('[{"role": "user", "content": "x"}]', {"tools": tools}, 1000)
+    try:
+        preparer = task._preparer
+        encoded = Encoded(preparer.codec, [0], ("", ""))
+        plan = preparer._call_plan(chat, resolve_task_params(), encoded)
+        assert plan is not None
+        assert ["plain" in grammar.text or "tight" in grammar.text for grammar in plan.tool_grammars] == [True, True]
+        constrained = resolve_task_params(GenerationParameters(guided_regex="a"))
+        assert preparer._call_plan(chat, constrained, encoded) is None
+    finally:
+        task.close()

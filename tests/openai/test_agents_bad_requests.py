@@ -102,7 +102,7 @@ RESPONSES: dict[str, tuple[dict[str, object], str | None, str]] = {
         "thing",
     ),
     "stream without a door": (asks(stream=True), "stream", "copy the folder `stream_door/`"),
-    "NaN that is repeated": (asks(tools=[{**TOOL, "strict": float("nan")}]), None, "NaN"),
+    "NaN that is repeated": (asks(tools=[{**TOOL, "defer_loading": float("nan")}]), None, "NaN"),
     "surrogate that is repeated": (
         asks(text={"format": {"type": "json_schema", "description": "\ud800", "schema": {"type": "object"}}}),
         None,

@@ -50,10 +50,10 @@ HINTS: dict[str, tuple[str, dict[str, Any], str]] = {
         {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
         "tools.web_search_20250305",
     ),
-    "a strict tool": (
+    "a deferred tool": (
         RESPONSES,
-        {"tools": [{"type": "function", "strict": True, **TOOL}] * 2, "tool_choice": "none"},
-        "tools.strict",
+        {"tools": [{"type": "function", "defer_loading": True, **TOOL}] * 2, "tool_choice": "none"},
+        "tools.defer_loading",
     ),
     "a budget": (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
     "an effort": (MESSAGES, {"output_config": {"effort": "low"}}, "output_config.effort"),
@@ -136,14 +136,14 @@ def test_a_header_is_short_whatever_a_client_sends(gateway: GatewayThread) -> No
 
 
 def test_a_hint_is_logged_once(gateway: GatewayThread, caplog: pytest.LogCaptureFixture) -> None:
-    hints._logged.discard("tools.strict")
+    hints._logged.discard("tools.defer_loading")
     with caplog.at_level(logging.INFO, "hf_triton_gateway"):
         for _ in range(2):
-            post(gateway, *HINTS["a strict tool"][:1], **HINTS["a strict tool"][1])
+            post(gateway, *HINTS["a deferred tool"][:1], **HINTS["a deferred tool"][1])
             post(gateway, CHAT, **{"a secret": None})
     lines = [record.getMessage() for record in caplog.records if "passed over" in record.getMessage()]
-    assert [line for line in lines if "tools.strict" in line] == [
-        "passed over: tools.strict, which changes no answer here; responses name it in x-hf-triton-ignored"
+    assert [line for line in lines if "tools.defer_loading" in line] == [
+        "passed over: tools.defer_loading, which changes no answer here; responses name it in x-hf-triton-ignored"
     ]
     assert "a secret" not in caplog.text
 

@@ -120,10 +120,17 @@ def test_tools_are_kept_verbatim(given: object) -> None:
 
 
 def test_extra_fields_of_a_tool_are_kept_in_order() -> None:
-    tool = {"function": {"strict": True, "parameters": {"b": 1, "a": None}, "name": "f"}, "type": "function"}
+    tool = {"function": {"more": True, "parameters": {"b": 1, "a": None}, "name": "f"}, "type": "function"}
     chat = parse(HI, tools=[tool])
     assert chat.tools is not None
     assert json.dumps(chat.tools[0]) == json.dumps(tool)
+
+
+def test_a_strict_tool_says_so_to_the_server_and_not_to_the_template() -> None:
+    tools = [{"type": "function", "function": {"name": name, "strict": name == "f"}} for name in "fg"]
+    chat = parse(HI, tools=tools)
+    assert chat.strict == {"f": True, "g": False}
+    assert "strict" not in json.dumps(chat.tools)
 
 
 def test_null_in_a_tool_is_a_field_left_out() -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hf_triton.errors import RequestError
 from hf_triton.grammar.compiler import GrammarCompiler
+from hf_triton.grammar.free_calls import CallPlan
 from hf_triton.protocol.chat_request import Chat
 from hf_triton.protocol.names import PROMPT_TOKEN_IDS
 from hf_triton.protocol.parameters import GenerationParameters
@@ -87,6 +88,8 @@ class PreparedPrompt:
     """How its completions become messages; None: the request does not ask for them."""
     thinking: Thinking | None = None
     """What its completions may begin with, if anything is asked of it."""
+    call_plan: CallPlan | None = None
+    """The calls that are held in free text; None: none is."""
     constraint: Callable[[], Constraint] | None = None
     """Makes the constraint of one completion; None: no grammar, or it is not compiled yet."""
 
@@ -170,11 +173,13 @@ class PromptPreparer:
         if options.tokenize_only:
             return PreparedPrompt(asked, encoded.ids, text=encoded.model_text)
         thinking = self._thinking(chat, asked, encoded)
+        call_plan = None if chat is None else self._call_plan(chat, asked, encoded)
         plan = None
         if options.return_message:
             is_constrained = asked.grammar is not None
             plan = self._messages.plan(chat, encoded.model_text, is_constrained=is_constrained, thinking=thinking)
-        obstacle = beam_obstacle(asked, forced_call, options, streams=streams)
+        holds_calls = call_plan is not None
+        obstacle = beam_obstacle(asked, forced_call, options, streams=streams, holds_calls=holds_calls)
         params = self._resolve(request, row, asked, obstacle, encoded)
         if streams and params.num_sequences > params.num_return_sequences:
             raise RequestError(
@@ -195,6 +200,7 @@ class PromptPreparer:
             forced_call=forced_call,
             message_plan=plan,
             thinking=thinking if params.num_beams == 1 else None,
+            call_plan=call_plan,
         )
 
     def _asked(self, parameters: GenerationParameters, forced_call: ForcedCall | None) -> TaskParams:
@@ -237,6 +243,13 @@ class PromptPreparer:
         if thinking is None or (is_off and not thinking.is_open and not thinking.lead):
             return None
         return replace(thinking, budget=budget)
+
+    def _call_plan(self, chat: Chat, asked: TaskParams, encoded: Encoded) -> CallPlan | None:
+        """The calls to hold if the model chooses to make any: beside a grammar of the whole output it makes none."""
+        names = [] if asked.grammar is not None else [tool["function"]["name"] for tool in chat.tools or ()]
+        by_default = self._defaults.strict_tools
+        held = {name for name in names if chat.strict.get(name, by_default and name not in chat.custom_names)}
+        return self._messages.call_plan(chat, encoded.model_text, held) if held else None
 
     def _resolve(
         self, request: GenerationRequest, row: int, asked: TaskParams, obstacle: str | None, encoded: Encoded
@@ -288,7 +301,8 @@ class PromptPreparer:
         """Whether the prompt's grammar or tags take long to compile: half a second for some."""
         if prompt.thinking is not None and not self._grammars.knows_tags(prompt.thinking):
             return True
-        return prompt.asked.grammar is not None and not self._grammars.knows(prompt.asked.grammar)
+        grammars = [calls.grammar for calls in prompt.call_plan.calls] if prompt.call_plan else [prompt.asked.grammar]
+        return any(grammar is not None and not self._grammars.knows(grammar) for grammar in grammars)
 
     def compile_grammar(self, prompt: PreparedPrompt) -> PreparedPrompt:
         """A prompt with the constraint of its grammar and its thinking, if it has any.
@@ -296,20 +310,25 @@ class PromptPreparer:
         Raises:
             RequestError: It is not a grammar that can be followed.
         """
-        if prompt.asked.grammar is None and prompt.thinking is None:
+        if prompt.asked.grammar is None and prompt.thinking is None and prompt.call_plan is None:
             return prompt
-        params, answer = prompt.params, None
-        constraint: Callable[[], Constraint] | None
+        params, thinking, plan = prompt.params, prompt.thinking, prompt.call_plan
+        constraint: Callable[[], Constraint] | None = None
+        answer: Callable[[], Constraint] | None = None
         try:
             if prompt.asked.grammar is not None:
                 params, answer = self._grammars.compile(prompt.asked.grammar, params)
+                constraint = answer
+            elif plan is not None:
+                params, constraint, answer = self._grammars.compile_calls(plan, params)
+                thinking = thinking and replace(thinking, lead="", num_led=0)  # a call stands in place of the lead
         except RequestError:
-            for grammar in prompt.forced_call.tool_grammars if prompt.forced_call else ():
+            tools = prompt.forced_call or plan
+            for grammar in tools.tool_grammars if tools else ():
                 self._grammars.compile(grammar, prompt.params)  # to name the tool that is wrong
             raise
-        constraint = answer
-        if prompt.thinking is not None:
-            constraint = self._grammars.behind_thinking(prompt.thinking, params, answer) or answer
+        if thinking is not None:
+            constraint = self._grammars.behind_thinking(thinking, params, answer) or constraint
         return replace(prompt, params=params, constraint=constraint)
 
     def prepare_default(self) -> PreparedPrompt:

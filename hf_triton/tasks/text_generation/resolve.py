@@ -72,6 +72,8 @@ class PromptDefaults:
     """Whether prompt and completion are bounded each, and outputs never contain the prompt (T5)."""
     excludes_prompt: bool = False
     """Whether outputs leave the prompt out if the request does not say."""
+    strict_tools: bool = False
+    """Whether tools that do not say so are strict."""
 
     def first(self, name: str) -> Any:
         """A parameter's value in the first layer that sets it; None: none does."""
@@ -136,7 +138,12 @@ def resolve_task_params(*layers: GenerationParameters) -> TaskParams:
 
 
 def beam_obstacle(
-    asked: TaskParams, forced_call: ForcedCall | None, options: RequestOptions, *, streams: bool
+    asked: TaskParams,
+    forced_call: ForcedCall | None,
+    options: RequestOptions,
+    *,
+    streams: bool,
+    holds_calls: bool = False,
 ) -> str | None:
     """What a request asks for, beside a prompt's own parameters, that beam search does not give."""
     if streams:
@@ -145,6 +152,8 @@ def beam_obstacle(
         return "tool_choice"
     if asked.grammar is not None:
         return asked.grammar.parameter
+    if holds_calls:
+        return "tools"
     names = ("return_logprobs", "return_cumulative_logprob")
     return next((name for name in names if getattr(options, name)), None)
 

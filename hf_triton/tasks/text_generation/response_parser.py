@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+import sys
 from collections.abc import Mapping
 from functools import cache
 from types import MappingProxyType
@@ -330,7 +332,7 @@ class TemplateReader(MessageReader):
 
     def _add_calls(self, value: object, raw: str) -> None:
         try:
-            calls = calls_of(value, self._names)
+            calls = calls_of(value if "Infinity" in raw else _finite(value), self._names)
             for name, arguments in calls:
                 if name not in self._custom_names and not isinstance(json.loads(arguments), dict):
                     raise ValueError("arguments are an object")
@@ -340,6 +342,15 @@ class TemplateReader(MessageReader):
         for call in calls:
             if self._is_parallel or not self._num_calls:
                 self._add_call(*call)
+
+
+def _finite(value: Any) -> Any:
+    """A value of JSON with numbers that are beyond those of a float (1e999) as the largest one."""
+    if isinstance(value, float) and math.isinf(value):
+        return math.copysign(sys.float_info.max, value)
+    if isinstance(value, list):
+        return [_finite(entry) for entry in value]
+    return {name: _finite(entry) for name, entry in value.items()} if isinstance(value, dict) else value
 
 
 def _parser_of(template: Any, prefix: str, tools: list[dict[str, Any]]) -> Any:

@@ -11,17 +11,20 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import regex  # type: ignore[import-untyped]
 
-from hf_triton.errors import SettingsError, where
+from hf_triton.errors import RequestError, SettingsError, clip, where
+from hf_triton.grammar.free_calls import CallPlan, Calls
+from hf_triton.protocol.call_forms import CallForm, call_grammar, last_letter, read_call_forms, typed_schema
 from hf_triton.protocol.chat_request import Chat
 from hf_triton.protocol.thinking_switches import Thinking
 from hf_triton.protocol.validation import suggest
+from hf_triton.sentence import param
 from hf_triton.tasks.text_generation.message import (
     MessagePlan,
     NamedCallReader,
@@ -49,6 +52,10 @@ MAX_TAGS: Final = 128
 """Characters of the tags around thinking, and of what comes behind them."""
 TAGS: Final = "thinking"
 """Our own key of a response template: the tags around thinking, where those of its fields are no strings."""
+CALLS: Final = "calls"
+"""Our own key of a response template: the forms in which the model writes calls, as `call_forms` has them."""
+WHOLE_CALL: Final = {"type": "function", "function": "{content}"}
+"""The transform of calls that are objects of name and arguments."""
 Spec = Mapping[str, Any]
 
 
@@ -80,6 +87,12 @@ class MessageFormat:
         self._tags = None if spec is None else _tags_of(spec)
         if self.reasons and self._tags is None:
             logger.info("a constraint holds for thinking too: the response template does not name its tags")
+        try:
+            self._openings = [(form, _TimedPattern(regex.compile(form.opening))) for form in _forms_of(spec)]
+        except regex.error as error:
+            raise ValueError(f"{CALLS}: {error}") from None
+        self.can_hold_calls = bool(self._openings)
+        """Whether free text may have calls that a grammar holds."""
 
     def thinking(self, prompt: str) -> Thinking | None:
         """The tags of the thinking that completions of a prompt may begin with.
@@ -98,6 +111,38 @@ class MessageFormat:
         if message.strip() or prompt.rstrip().endswith(closing) or 0 < len(lead) == num_led:
             return None
         return Thinking(opening, closing, is_open=False, lead=lead, num_led=num_led)
+
+    def call_plan(self, chat: Chat, prompt: str, held: Collection[str]) -> CallPlan:
+        """How calls in the free text of a prompt's completions are held; arguments are by the schemas of `held` tools.
+
+        Raises:
+            RequestError: The model writes calls in no form that can be held; or its form has no writing for a tool.
+        """
+        if not self._openings:
+            raise RequestError(
+                "invalid_parameter",
+                f"{param('tools')}: {clip(min(held))} is strict, and the form in which this model writes calls cannot "
+                f"be enforced in free text: say {param('tool_choice')} required or strict false, or set the folder's "
+                "response_template to one with calls (docs/chat.md)",
+            )
+        template = self._with_tools
+        fields = [] if template.compiled is None else template.compiled.fields.items()
+        thinking = next(((field.open_re, field.close_re) for name, field in fields if name in REASONING), None)
+        tools = chat.tools or ()
+        calls = [
+            Calls(
+                pattern,
+                last_letter(form.opening),
+                call_grammar(form, tools, held, is_parallel=chat.is_parallel),
+                form.is_free_behind,
+            )
+            for form, pattern in self._openings
+        ]
+        form = self._openings[0][0]
+        alone = [
+            call_grammar(form, [tool], held, is_parallel=False) for tool in tools if tool["function"]["name"] in held
+        ]
+        return CallPlan(calls, alone, thinking, frozenset(template.markers), template.end_of(prompt))
 
     def plan(
         self, chat: Chat | None, prompt: str, *, is_constrained: bool, thinking: Thinking | None = None
@@ -125,7 +170,7 @@ class MessageFormat:
             TemplateReader,
             template.compiled,
             template.end_of(prompt),
-            list(chat.tools or ()) if chat is not None else [],
+            [template.typed_tool(tool) for tool in chat.tools or ()] if chat is not None else [],
             is_parallel=chat is None or chat.is_parallel,
             **options,
         )
@@ -141,6 +186,20 @@ class _Template:
         self.markers = {
             token_id: text for token_id, text in (special_tokens or {}).items() if any(text in word for word in words)
         }
+
+    def typed_tool(self, tool: Mapping[str, Any]) -> dict[str, Any]:
+        """A tool whose schemas tell what the texts of arguments are: in JSON, a text that may be one stays one."""
+        from transformers.utils.chat_parsing.response_parser import _schema_types
+
+        assert self.compiled is not None
+        field, function = self.compiled.fields.get(TOOL_CALLS), tool["function"]
+        root = function.get("parameters", {})
+        if field is None or not isinstance(properties := root.get("properties"), dict):
+            return dict(tool)
+        typed = {name: typed_schema(schema, root) for name, schema in properties.items()}
+        if field.content == "json" and CALL_TAGS not in field.content_args:
+            typed = {name: schema for name, schema in typed.items() if "string" not in _schema_types(schema)}
+        return {**tool, "function": {**function, "parameters": {**root, "properties": typed}}}
 
     def end_of(self, prompt: str) -> str:
         """The part of a prompt that belongs to the message."""
@@ -176,6 +235,19 @@ def _tags_of(spec: Spec) -> tuple[str, str, str] | None:
     return None
 
 
+def _forms_of(spec: Spec | None) -> tuple[CallForm, ...]:
+    """The forms of calls that a template names; or the one of a JSON object between two tags, if calls are that."""
+    if spec is None or TOOL_CALLS not in spec["fields"]:
+        return ()
+    if CALLS in spec:
+        return read_call_forms(spec[CALLS])
+    field = spec["fields"][TOOL_CALLS]
+    opening, closing, is_whole = field.get("open"), field.get("close"), field.get("transform") == WHOLE_CALL
+    if field.get("content") != "json" or not (isinstance(opening, str) and isinstance(closing, str) and is_whole):
+        return ()
+    return (CallForm(re.escape(opening), (f"{{space}}{{call}}{{space}}{closing}",)),)
+
+
 class _TimedPattern:
     """A compiled pattern of a checkpoint, which may take exponential time: its searches raise `TimeoutError`."""
 
@@ -188,7 +260,8 @@ class _TimedPattern:
 def _compile(spec: Spec) -> Any:
     from transformers.utils.chat_parsing.response_templates import load_response_template
 
-    template = load_response_template({name: value for name, value in spec.items() if name not in (TAGS, CALL_ID)})
+    own = (TAGS, CALL_ID, CALLS)
+    template = load_response_template({name: value for name, value in spec.items() if name not in own})
     template.start_anchor_re = _TimedPattern(template.start_anchor_re)
     for field in template.fields.values():
         field.open_re = field.open_re and _TimedPattern(field.open_re)

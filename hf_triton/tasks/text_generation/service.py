@@ -209,6 +209,13 @@ def build_text_generation(
     from hf_triton.runner.lora.model_adapters import Adapters
 
     limits = request_limits(settings, checkpoint.context_length)
+    codec = TextCodec(checkpoint.tokenizer, checkpoint.vocabulary_size)
+    messages = build_message_format(response_template, checkpoint.tokenizer, chat_template, codec.special_tokens())
+    if settings.strict_tools and not messages.can_hold_calls:
+        raise SettingsError(
+            "strict_tools cannot be kept: the form in which this model writes calls cannot be enforced in free text; "
+            "leave it out, or set response_template to one with calls (docs/chat.md)"
+        )
     text_to_text = build_text_to_text(settings.task, checkpoint)
     with DeviceContext(checkpoint.model.device) as device:
         accelerate(checkpoint.model, pack_weights=settings.pack_weights)
@@ -227,13 +234,12 @@ def build_text_generation(
             observer=observer,
         )
         engine = build_engine(checkpoint.model, settings.engine, options)
-    codec = TextCodec(checkpoint.tokenizer, checkpoint.vocabulary_size)
     preparer = PromptPreparer(
         codec,
         ChatTemplate(checkpoint.tokenizer, chat_template, limits.max_prompt_bytes),
         GrammarCompiler(checkpoint.tokenizer, checkpoint.vocabulary_size, eos_ids(checkpoint.model)),
         CheckedHooks(hooks, limits.max_prompt_bytes),
-        build_message_format(response_template, checkpoint.tokenizer, chat_template, codec.special_tokens()),
+        messages,
         store,
         _prompt_defaults(checkpoint, settings, options.max_num_seqs, is_text_to_text=text_to_text is not None),
         text_to_text,
@@ -276,4 +282,5 @@ def _prompt_defaults(
         max_num_seqs,
         is_encoder_decoder=checkpoint.is_encoder_decoder,
         excludes_prompt=settings.exclude_input_in_output,
+        strict_tools=settings.strict_tools,
     )
