@@ -79,6 +79,7 @@ class ResponseRun:
                         data, ending = await beside(num_new, self._finish, outputs)
                         yield data
                         await self.end(ending)
+            await self.end(failure(ApiError(500, "the model ended its stream without a finish reason")))
         except ApiError as error:
             if not is_begun:
                 raise
