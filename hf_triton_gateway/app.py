@@ -82,6 +82,7 @@ def build_app(config: GatewayConfig) -> FastAPI:
             models = TritonModels(endpoint, config.timeout_s, on_demand)
             stack.push_async_callback(models.close)
             stored = ResponseStore(config.num_stored_responses, config.max_stored_bytes, config.store_for_s)
+            stack.push_async_callback(stored.close)
             app.state.gateway = Gateway(config, models, metrics, stored)
             yield {"config": config}  # for the protocol of `uvicorn_server.py`
 

@@ -135,7 +135,7 @@ class GatewayConfig(TritonAddress):
 
     max_stored_responses: Annotated[int, annotated_types.Ge(0), annotated_types.Le(2**31 - 1)] = 1000
     """Responses of /v1/responses that are kept in memory, for requests that go on behind them; 0: none, which is also
-    so with several workers."""
+    so with several workers. Half of them may be in the making, in the background."""
 
     max_stored_bytes: Count = 32 << 20
     """Bytes of JSON that they may be together; the oldest of the key that has most makes room."""

@@ -238,6 +238,10 @@ def bounds_table() -> str:
             f"{gateway.max_stored_responses:,}; {_size(gateway.max_stored_bytes)}; {gateway.store_for_s / 3600:g} h",
             "max_stored_responses",
         ),
+        "those of them that run in the background": (
+            f"{gateway.max_stored_responses // 2:,}; {_size(gateway.max_stored_bytes // 2)}",
+            "max_stored_responses",
+        ),
         "messages; tools": (f"{MAX_MESSAGES:,}; {MAX_TOOLS}", ""),
         "a schema, regular expression or grammar": (f"{MAX_GRAMMAR:,} characters", ""),
         "a pattern of a checkpoint": (f"{MAX_SEARCH_S} s", ""),

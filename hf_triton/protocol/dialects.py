@@ -39,7 +39,6 @@ SUGGESTIONS: Final[Mapping[str, str]] = {
 UNSUPPORTED: Final[Mapping[str, str]] = {
     "model": "the URL names the model",
     "skip_special_tokens": "special tokens are always skipped",
-    "allowed_token_ids": "constrain the text with guided_choice or guided_regex, or tokens with logit_bias",
     "embedding_request": "this model generates text",
 }
 """Parameters of other servers that no value makes work, and why."""
@@ -49,7 +48,7 @@ NO_EFFECT: Final[Mapping[str, object]] = {
     "detokenize": True,
     **dict.fromkeys(("end_id", "seed"), -1),
     **dict.fromkeys(("return_log_probs", "return_context_logits", "return_generation_logits"), False),
-    **dict.fromkeys(("logits_processors", "allowed_token_ids", "extra_args")),
+    **dict.fromkeys(("logits_processors", "extra_args")),
 }
 """Values of other servers' parameters, mostly defaults, that ask for what happens anyway; they are ignored."""
 

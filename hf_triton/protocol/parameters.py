@@ -28,10 +28,12 @@ from hf_triton.protocol.structured_output import (
 from hf_triton.protocol.validation import (
     MAX_ENTRIES,
     MAX_NAME,
+    MAX_TOKEN_IDS,
     problems,
     read_integer_keys,
     read_one_or_many,
     read_strings,
+    read_token_ids,
     read_words,
     suggest,
 )
@@ -46,6 +48,7 @@ MAX_STOP_STRINGS: Final = 16
 MAX_LOGPROBS: Final = 20
 MAX_SECONDS: Final = 86_400
 MAX_SALT_CHARACTERS: Final = 1024
+MAX_SUFFIX: Final = 2**20
 GREEDY_BELOW: Final = 1e-3  # dividing logits by less overflows float16, and is greedy anyway
 
 ShortText = Annotated[str, annotated_types.MinLen(1), annotated_types.MaxLen(1000)]
@@ -123,6 +126,25 @@ class GenerationParameters(BaseModel):
         Annotated[dict[TokenId, Bias], annotated_types.MaxLen(MAX_ENTRIES), BeforeValidator(read_integer_keys)] | None
     ) = None
     """Added to the logits of tokens, by token id: `{"50256": -100}`."""
+
+    allowed_token_ids: (
+        Annotated[
+            tuple[TokenId, ...],
+            annotated_types.MinLen(1),
+            annotated_types.MaxLen(MAX_TOKEN_IDS),
+            BeforeValidator(read_token_ids),
+        ]
+        | None
+    ) = None
+    """Only these tokens are generated: an end-of-sequence token only if it is one of them. A grammar and a thinking
+    budget hold as well, and where they and this list have no token in common, the output ends if it may end there, and
+    the request fails if not. The list overrides `min_new_tokens` and `bad_words`, log probabilities are the model's
+    own, and beam search does not take it."""
+
+    suffix: Annotated[str, annotated_types.MaxLen(MAX_SUFFIX)] | None = None
+    """The text behind the completion, which fills in what is between the prompt and it. For prompts of text, and models
+    whose tokenizer has the tokens for it: Qwen2.5-Coder, CodeLlama, StarCoder, CodeGemma, DeepSeek-Coder, Codestral.
+    Empty: none."""
 
     stop_strings: (
         Annotated[tuple[ShortText, ...], annotated_types.MaxLen(MAX_STOP_STRINGS), BeforeValidator(read_words)] | None

@@ -36,6 +36,7 @@ MIN_LIKENESS: Final = 0.6
 """A name at least this like another, from 0 to 1, is taken for it misspelt."""
 MAX_ENTRIES: Final = 1024  # of an array or object: pydantic words an error for each, which takes minutes for millions
 MAX_LEVELS: Final = 200  # of nesting: pydantic's parser reads no more
+MAX_TOKEN_IDS: Final = 2**18
 MAX_JSON: Final = 2**21  # characters; other requests wait while JSON is parsed
 TYPE_NAMES: Final[Mapping[type, str]] = {
     bool: "true or false",
@@ -295,6 +296,16 @@ def read_one_or_many(value: object) -> object:
     return _tuple(read_json(value))
 
 
+def read_token_ids(value: object) -> object:
+    """Read one token id or an array, up to the first element that is none: one error is enough of many."""
+    ids = read_json(value)
+    if not isinstance(ids, list | tuple):
+        return (ids,)
+    _check_num_entries(ids, MAX_TOKEN_IDS)
+    wrong = (index for index, each in enumerate(ids) if type(each) is not int or not 0 <= each < 2**31)
+    return tuple(ids[: next(wrong, len(ids)) + 1])
+
+
 def read_strings(value: object) -> object:
     """Read one string or an array as a tuple. A string may be a JSON array; an empty one stands for no strings."""
     if value == "":
@@ -329,8 +340,8 @@ def _tuple(value: object) -> tuple[object, ...]:
     return tuple(value)
 
 
-def _check_num_entries(value: Sized) -> None:
-    if len(value) > MAX_ENTRIES:
+def _check_num_entries(value: Sized, most: int = MAX_ENTRIES) -> None:
+    if len(value) > most:
         raise PydanticCustomError("too_long", "too many entries")
 
 

@@ -14,7 +14,6 @@ from pydantic import BaseModel
 
 from hf_triton.protocol.custom_tools import NamedTool
 from hf_triton_gateway.agents.answer_blocks import Block, Blocks, Step
-from hf_triton_gateway.app_state import Gateway
 from hf_triton_gateway.chat.answers import delta_of
 from hf_triton_gateway.chat.chat_completions import ChatRequest
 from hf_triton_gateway.chat.conversation import Conversation, parse_at
@@ -98,11 +97,9 @@ def read_tool(forms: Mapping[str, type[Form]], place: str, tool: object) -> Form
     return parse_at(forms[kind if isinstance(kind, str) else default], place, tool)
 
 
-async def stream_steps(
-    gateway: Gateway, generation: Generation, blocks: Blocks
-) -> AsyncGenerator[tuple[list[Step], Outputs]]:
-    """The steps of each response, and its outputs; those of the last have a finish reason."""
-    async with aclosing(gateway.models.stream(generation)) as responses:
+async def steps_of(responses: AsyncGenerator[Outputs], blocks: Blocks) -> AsyncGenerator[tuple[list[Step], Outputs]]:
+    """The steps of each response of a stream, and its outputs; those of the last have a finish reason."""
+    async with aclosing(responses):
         outputs: Outputs
         async for outputs in responses:
             yield await beside(size_of(outputs), _steps, outputs, blocks), outputs

@@ -21,7 +21,7 @@ from hf_triton_gateway.agents.agents import (
     has_calls,
     named_event,
     read_tool,
-    stream_steps,
+    steps_of,
 )
 from hf_triton_gateway.agents.answer_blocks import Blocks, Step, blocks_of
 from hf_triton_gateway.agents.message_blocks import block_delta, content_block, read_messages
@@ -244,7 +244,7 @@ def _usage(outputs: Outputs) -> dict[str, int]:
 async def _stream(gateway: Gateway, generation: Generation) -> AsyncGenerator[bytes]:
     """The events of a message, from `message_start` to `message_stop`."""
     blocks, has_started = Blocks(), False
-    async with aclosing(stream_steps(gateway, generation, blocks)) as responses:
+    async with aclosing(steps_of(gateway.models.stream(generation), blocks)) as responses:
         async for steps, outputs in responses:
             if not has_started:
                 has_started = True

@@ -19,6 +19,13 @@ PIECES: Final[Mapping[str, tuple[str, str]]] = {
 """The events of a block's pieces, and the field that has them all in the last of them."""
 
 
+def last_event(response: Mapping[str, Any], number: int) -> bytes:
+    """The event that ends a stream; OpenAI's API has none for a response that is cancelled."""
+    status = response["status"]
+    kind = "incomplete" if status == "cancelled" else status
+    return named_event(f"response.{kind}", {"sequence_number": number, "response": response})
+
+
 class ResponseEvents:
     """Numbers the events of one response."""
 

@@ -16,16 +16,19 @@ from fastapi.responses import Response
 
 from hf_triton.errors import clip
 from hf_triton.protocol.chat_request import MAX_MESSAGES, MAX_TOOLS
-from hf_triton_gateway.agents.agents import ANY, AgentRequest, stream_steps
-from hf_triton_gateway.agents.answer_blocks import TEXT, Block, Blocks, Step, blocks_of
-from hf_triton_gateway.agents.response_events import ResponseEvents
+from hf_triton_gateway.agents.agents import ANY, AgentRequest
+from hf_triton_gateway.agents.answer_blocks import TEXT, blocks_of
+from hf_triton_gateway.agents.background import BackgroundResponse
+from hf_triton_gateway.agents.event_log import EventLog
+from hf_triton_gateway.agents.response_events import last_event
 from hf_triton_gateway.agents.response_input import items_of, read_input, read_part, served_items
 from hf_triton_gateway.agents.response_items import ResponseItems
-from hf_triton_gateway.agents.response_store import ResponseStore, StoredResponse
+from hf_triton_gateway.agents.response_run import ResponseRun, ending_of
+from hf_triton_gateway.agents.response_store import RUNNING, Keeper, ResponseStore, StoredResponse
 from hf_triton_gateway.agents.response_tools import ResponseTools
 from hf_triton_gateway.agents.stored_responses import store_of
 from hf_triton_gateway.app_state import Gateway, gateway_of, request_id_of
-from hf_triton_gateway.chat.answers import finish_reason_of, message_of, now_s, usage_of
+from hf_triton_gateway.chat.answers import message_of, now_s
 from hf_triton_gateway.chat.conversation import Conversation, parse_at
 from hf_triton_gateway.chat.fields import HINT, MAX_TOP_LOGPROBS, ONE_TIER, Fields, Ignored, StopStrings
 from hf_triton_gateway.http.api_errors import ApiError
@@ -35,7 +38,7 @@ from hf_triton_gateway.http.disconnect import run_while_connected
 from hf_triton_gateway.http.hints import pass_over
 from hf_triton_gateway.http.sse import RESPONSES, EventStream
 from hf_triton_gateway.keys.security import key_of
-from hf_triton_gateway.triton.triton_messages import Generation, Outputs, StreamSize, size_of
+from hf_triton_gateway.triton.triton_messages import Generation, Outputs, size_of
 
 router = APIRouter(route_class=JsonRoute)
 NAMES: Final[Mapping[str, str]] = {
@@ -86,7 +89,6 @@ class ResponsesRequest(AgentRequest):
         **dict.fromkeys(("prompt_cache_options", "client_metadata", "max_tool_calls", "stream_options"), HINT),
         "conversation": Ignored(reason=f"{STATELESS} (previous_response_id)"),
         "prompt": Ignored(reason="names a stored prompt, and this server keeps none"),
-        "background": Ignored((False,), STATELESS),
         "truncation": Ignored(("disabled",)),
         "service_tier": ONE_TIER,
         **dict.fromkeys(("context_management", "moderation"), Ignored(([],))),
@@ -101,6 +103,10 @@ class ResponsesRequest(AgentRequest):
     store: bool | None = None
     """Whether the response is kept, for `previous_response_id` and `GET /v1/responses/ID`. By default it is, unless the
     gateway keeps none."""
+
+    background: bool | None = None
+    """Whether to answer at once, and go on without the client: `GET /v1/responses/ID` has the response then, and `POST
+    /v1/responses/ID/cancel` ends it."""
 
     metadata: dict[str, Any] | None = None
     """Comes back with the response."""
@@ -178,13 +184,21 @@ def _read_format(form: dict[str, Any] | None) -> dict[str, Any] | None:
 @router.post("/v1/responses", responses=RESPONSES)
 async def create_response(body: ResponsesRequest, request: Request) -> Response:
     """Answer a conversation, in the form that agents read."""
-    gateway, num_bytes = gateway_of(request), len(await request.body())
-    stored, previous = _stores(gateway, body, key_of(request.scope))
+    gateway, num_bytes, key = gateway_of(request), len(await request.body()), key_of(request.scope)
+    stored, previous = _stores(gateway, body, key)
     num_bytes += 0 if previous is None else previous.num_bytes
     read = await beside(num_bytes, _Read.of, body, request_id_of(request), previous, num_bytes, is_kept=bool(stored))
-    keeper = _Keeper(stored, key_of(request.scope), read)
+    events = EventLog() if body.background and body.stream else None
+    keeper = Keeper(stored, key, read.past, read.input, events)
+    run = ResponseRun(keeper, read.head, read.items, num_bytes)
+    if body.background and stored is not None:
+        made = dict(read.head)
+        await run_while_connected(request.receive, _start(gateway, read, run, keeper, stored))
+        if events is not None:
+            return EventStream(request, events.follow())
+        return await json_response(num_bytes, dict, made)
     if body.stream:
-        return EventStream(request, _stream(gateway, read, num_bytes, keeper))
+        return EventStream(request, _stream(run, gateway.models.stream(read.generation)))
     outputs = await run_while_connected(request.receive, gateway.models.generate(read.generation))
     num_bytes += size_of(outputs)
     response = await beside(num_bytes, _response, read, outputs)
@@ -192,13 +206,46 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     return await json_response(num_bytes, dict, response)
 
 
+async def _stream(run: ResponseRun, responses: AsyncGenerator[Outputs]) -> AsyncGenerator[bytes]:
+    async with aclosing(run.events(responses)) as events:
+        async for data in events:
+            yield data
+    yield await beside(run.num_bytes, last_event, run.response, run.num_events)
+
+
+async def _start(gateway: Gateway, read: _Read, run: ResponseRun, keeper: Keeper, store: ResponseStore) -> None:
+    """Have a response made in the background; a model that does not stream makes it whole."""
+    responses = gateway.models.stream(read.generation)
+    try:
+        await gateway.models.folder(read.generation.model, is_stream=True)
+    except ApiError as error:
+        if error.code != "stream_not_available":
+            raise
+        responses = _whole(gateway, read.generation)
+    stored = keeper.stored(read.head)
+    await beside(run.num_bytes, stored.count_bytes)
+    store.check_room(stored)
+    store.begin(stored, BackgroundResponse(run, responses, keeper.events), keeper.key)
+
+
+async def _whole(gateway: Gateway, generation: Generation) -> AsyncGenerator[Outputs]:
+    yield await gateway.models.generate(generation)
+
+
 def _stores(gateway: Gateway, body: ResponsesRequest, key: bytes) -> tuple[ResponseStore | None, StoredResponse | None]:
     """The store that keeps a request's response, and the response that the request goes on behind."""
     previous, param = None, "previous_response_id"
     if body.previous_response_id is not None:
         previous = store_of(gateway, param).get(body.previous_response_id, key, param)
-    if body.store:
-        store_of(gateway, "store")
+        if previous.response["status"] in RUNNING:
+            message = f"{param} names a response that is {previous.response['status']}: wait until it has ended"
+            raise ApiError(400, message, param=param, code="invalid_parameter")
+    for name in ("store", "background"):
+        if getattr(body, name):
+            store_of(gateway, name)
+    if body.background and body.store is False:
+        message = "background needs a response that is kept: leave store out, or set it to true"
+        raise ApiError(400, message, param="store", code="invalid_parameter")
     return gateway.stored if gateway.stored.keeps_any and body.store is not False else None, previous
 
 
@@ -244,22 +291,6 @@ def _check_length(past: Sequence[Any], own: Sequence[Any], num_bytes: int) -> No
     raise ApiError(400, message, param="previous_response_id", code="invalid_parameter")
 
 
-@dataclass(frozen=True)
-class _Keeper:
-    """Keeps the response of one request, if it is to be kept."""
-
-    store: ResponseStore | None
-    key: bytes
-    read: _Read
-
-    async def keep(self, response: dict[str, Any], num_bytes: int) -> None:
-        """Keep a response that has ended, of about so many bytes with its conversation, or say in it that it is not."""
-        if self.store is not None:
-            stored = StoredResponse(response, self.read.past, self.read.input)
-            await beside(num_bytes, stored.count_bytes)
-            response["store"] = self.store.put(stored, self.key)
-
-
 def _response(read: _Read, outputs: Outputs) -> dict[str, Any]:
     """OpenAI's `response`, whole."""
     blocks, items = blocks_of(message_of(outputs, 0)), read.items
@@ -267,7 +298,7 @@ def _response(read: _Read, outputs: Outputs) -> dict[str, Any]:
     for block in blocks:
         if block.kind == TEXT:
             items.take_logprobs(block, block.text)
-    return read.head | _ending(items, blocks, outputs)
+    return read.head | ending_of(items, blocks, outputs)
 
 
 def _head(
@@ -279,7 +310,8 @@ def _head(
         "id": f"resp_{identity}",
         "object": "response",
         "created_at": now_s(),
-        "status": "in_progress",
+        "status": "queued" if body.background else "in_progress",
+        "background": bool(body.background),
         "error": None,
         "incomplete_details": None,
         "instructions": body.instructions,
@@ -308,78 +340,3 @@ def _head(
     except (ValueError, RecursionError):
         raise ApiError(400, "the request holds NaN, Infinity, or half of a surrogate pair: JSON has none") from None
     return head
-
-
-def _status(outputs: Outputs) -> str:
-    return "incomplete" if finish_reason_of(outputs, 0) == "length" else "completed"
-
-
-def _items(items: ResponseItems, blocks: Sequence[Block], last_status: str) -> list[dict[str, Any]]:
-    statuses = ["completed"] * (len(blocks) - 1) + [last_status]
-    return [items.item(block, status) for block, status in zip(blocks, statuses, strict=False)]
-
-
-def _ending(items: ResponseItems, blocks: Sequence[Block], outputs: Outputs) -> dict[str, Any]:
-    """What changes in a response when it ends."""
-    status, usage = _status(outputs), usage_of(outputs)
-    return {
-        "status": status,
-        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-        "output": _items(items, blocks, status),
-        "usage": {
-            "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {
-                "cached_tokens": usage.get("prompt_tokens_details", {}).get("cached_tokens", 0),
-                "cache_write_tokens": 0,
-            },
-            "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {
-                "reasoning_tokens": usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
-            },
-            "total_tokens": usage["total_tokens"],
-        },
-    }
-
-
-async def _stream(gateway: Gateway, read: _Read, num_bytes: int, keeper: _Keeper) -> AsyncGenerator[bytes]:
-    """The typed events of a response, from `response.created` to its end."""
-    head, items = read.head, read.items
-    blocks, events, size = Blocks(), ResponseEvents(items), StreamSize()
-
-    def begin() -> list[bytes]:
-        return [events.event(kind, {"response": head}) for kind in ("response.created", "response.in_progress")]
-
-    def go_on(steps: Sequence[Step], outputs: Outputs) -> bytes:
-        items.read_logprobs(outputs)
-        return b"".join(events.of(step) for step in steps)
-
-    def end(outputs: Outputs) -> tuple[bytes, dict[str, Any]]:
-        data = b"".join(events.of(step, _status(outputs)) for step in blocks.end())
-        return data, head | _ending(items, blocks.blocks, outputs)
-
-    try:
-        async with aclosing(stream_steps(gateway, read.generation, blocks)) as responses:
-            async for steps, outputs in responses:
-                if not events.number:
-                    for data in await beside(num_bytes, begin):
-                        yield data
-                num_new = size.of(outputs, is_whole=any(action == "end" for action, _, _ in steps))
-                if data := await beside(num_new, go_on, steps, outputs):
-                    yield data
-                    size.sent()
-                if "finish_reason" in outputs:
-                    data, response = await beside(num_new, end, outputs)
-                    yield data
-                    await keeper.keep(response, num_bytes + num_new)
-                    kind = f"response.{response['status']}"
-                    yield await beside(num_bytes + num_new, events.event, kind, {"response": response})
-    except ApiError as error:
-        if not events.number:
-            raise
-        failure = {"status": "failed", "error": {"code": "server_error", "message": error.message}}
-
-        def fail() -> bytes:
-            output = _items(items, blocks.blocks, "incomplete")
-            return events.event("response.failed", {"response": {**head, **failure, "output": output}})
-
-        yield await beside(num_bytes + size.total, fail)

@@ -8,10 +8,12 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 
+from hf_triton.errors import clip
 from hf_triton_gateway.agents.response_store import ResponseStore, StoredResponse
 from hf_triton_gateway.app_state import Gateway, gateway_of
 from hf_triton_gateway.http.api_errors import RESPONSES, ApiError
 from hf_triton_gateway.http.bodies import json_response
+from hf_triton_gateway.http.sse import EventStream
 from hf_triton_gateway.keys.security import key_of
 
 router = APIRouter()
@@ -19,16 +21,37 @@ MAX_ITEMS = 100
 
 
 @router.get("/v1/responses/{response_id}", responses=RESPONSES, response_model=dict[str, Any])
-async def retrieve_response(response_id: str, request: Request) -> Response:
-    """A response as it ended."""
+async def retrieve_response(
+    response_id: str,
+    request: Request,
+    stream: bool = False,
+    starting_after: Annotated[int, Query(ge=-1)] = -1,
+) -> Response:
+    """A response as it ended, or as it runs in the background; with `stream` its events, behind one of a number."""
     stored = _store(request).get(response_id, key_of(request.scope))
+    if not stream:
+        return await json_response(stored.num_bytes, dict, stored.response)
+    if stored.events is None:
+        message = "stream is for responses that were made with background and stream true: leave it out"
+        raise ApiError(400, message, param="stream", code="invalid_parameter")
+    return EventStream(request, stored.events.follow(starting_after))
+
+
+@router.post("/v1/responses/{response_id}/cancel", responses=RESPONSES, response_model=dict[str, Any])
+async def cancel_response(response_id: str, request: Request) -> Response:
+    """End a response that runs in the background; one that has ended stays as it is."""
+    store, key = _store(request), key_of(request.scope)
+    if not store.get(response_id, key).response["background"]:
+        message = f"the response {clip(response_id)} was not made with background true: there is nothing to cancel"
+        raise ApiError(400, message, param="response_id", code="invalid_parameter")
+    stored = await store.cancel(response_id, key)
     return await json_response(stored.num_bytes, dict, stored.response)
 
 
 @router.delete("/v1/responses/{response_id}", responses=RESPONSES)
 async def delete_response(response_id: str, request: Request) -> dict[str, Any]:
-    """Forget a response; those that go on behind it stay."""
-    _store(request).delete(response_id, key_of(request.scope))
+    """Forget a response, and cancel it if it runs; those that go on behind it stay."""
+    await _store(request).delete(response_id, key_of(request.scope))
     return {"id": response_id, "object": "response", "deleted": True}
 
 

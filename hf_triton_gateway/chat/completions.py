@@ -47,6 +47,10 @@ class CompletionRequest(GenerationFields):
     max_tokens: Annotated[int, annotated_types.Ge(0)] | None = None
     """Maximum number of tokens to generate; 0 with `echo` scores the prompt."""
 
+    suffix: str | None = None
+    """The text behind the completion, which fills in what is between the prompt and it; for models of code whose
+    tokenizer has the tokens for it. Empty: none."""
+
     echo: bool | None = None
     """Whether the text begins with the prompt."""
 
@@ -67,6 +71,10 @@ class CompletionRequest(GenerationFields):
                 raise self.no_tokens(", or 0 with echo true; got 0")
             sampling["max_new_tokens"] = 1  # not returned
             options["exclude_input_in_output"] = True
+        if self.suffix:
+            if self.echo:
+                raise ApiError(400, "echo cannot be combined with suffix: leave one of them out", param="echo")
+            sampling["suffix"] = self.suffix
         if self.logprobs is not None:
             sampling["logprobs"] = self.logprobs
             options["return_logprobs"] = True

@@ -58,7 +58,7 @@ SAMPLING: Final[Mapping[str, str]] = {
             *("logit_bias", "bad_words", "ignore_eos", "best_of", "max_time", "truncate_prompt_tokens"),
             *("stop_token_ids", "include_stop_str_in_output", "length_penalty", "early_stopping"),
             *("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-            *("lora_name", "thinking_budget", "cache_salt"),
+            *("lora_name", "thinking_budget", "cache_salt", "allowed_token_ids"),
         )
     },
 }
@@ -214,7 +214,7 @@ IGNORED: Final[Mapping[str, Ignored]] = {
     "functions": Ignored(reason="is the former name of tools"),
     "function_call": Ignored(("none",), "is the former name of tool_choice"),
     **dict.fromkeys(("audio", "moderation"), Ignored()),
-    "suffix": Ignored(("",), "asks for text between prompt and suffix, which these models do not write"),
+    "suffix": Ignored(("",), "is for /v1/completions"),
     "truncation_side": Ignored(("left",), "is left for models that generate"),
     "skip_special_tokens": Ignored((True,), "is always true"),
     "spaces_between_special_tokens": Ignored((True,), "is always true"),
@@ -226,7 +226,7 @@ IGNORED: Final[Mapping[str, Ignored]] = {
     **dict.fromkeys(("structural_tag", "stop_regex", "samplers", "logprob_token_ids"), Ignored()),
     **dict.fromkeys(("return_hidden_states", "no_stop_trim", "return_routed_experts"), Ignored((False,))),
     **dict.fromkeys(("separate_reasoning", "stream_reasoning"), Ignored((True,), "is always true")),
-    **dict.fromkeys(("logits_processors", "allowed_token_ids", "vllm_xargs", "guided_whitespace_pattern"), Ignored()),
+    **dict.fromkeys(("logits_processors", "vllm_xargs", "guided_whitespace_pattern"), Ignored()),
 }
 """Fields of OpenAI's API and of other servers. Hints are passed over; others, if they ask for nothing."""
 

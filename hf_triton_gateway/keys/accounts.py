@@ -41,6 +41,8 @@ PERIODS_S: Final[Mapping[str, float]] = {
 }
 """Limits of an API key over a time, and the time in seconds."""
 CONCURRENT_REQUESTS: Final = "concurrent_requests"
+CANCEL: Final = "/cancel"
+"""What ends so ends a request, and needs no limit left."""
 LIMITS: Final = (*PERIODS_S, CONCURRENT_REQUESTS)
 """All limits of an API key."""
 CURRENT: Final[ContextVar[Account | None]] = ContextVar("hf_triton_account", default=None)
@@ -116,6 +118,12 @@ class Account:
         """A request that is let in."""
         self._counts.requests.inc()
         self._use(REQUESTS, 1)
+        with self.in_flight():
+            yield
+
+    @contextmanager
+    def in_flight(self) -> Iterator[None]:
+        """What runs for the key, beside its requests."""
         self._num_in_flight += 1
         try:
             yield
@@ -163,7 +171,7 @@ class QuotaCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         account = CURRENT.get()
-        if account is None or scope["type"] != "http" or scope["method"] != "POST":
+        if account is None or scope["type"] != "http" or scope["method"] != "POST" or scope["path"].endswith(CANCEL):
             await self._app(scope, receive, send)
             return
 

@@ -2,6 +2,7 @@
 """Guided completions of both engines, by models with random weights."""
 
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from hf_triton.errors import GenerationError
 from hf_triton.grammar.compiler import GrammarCompiler
 from hf_triton.protocol.structured_output import Grammar
 from hf_triton.protocol.thinking_switches import Thinking
+from hf_triton.sampling.allowed_tokens import AllowedTokens, bits_of
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.types import Constraint
 from hf_triton.tasks.text_generation.message import MessageReader, ThinkingReader
@@ -89,9 +91,10 @@ class Writer:
         grammar: Grammar | None,
         wrap: Callable[[Constraint], Constraint] = lambda constraint: constraint,
         thinking: Thinking | None = None,
+        own: Callable[[], Constraint] | None = None,
         **options: Any,
     ) -> Callable[[], list[Completion]]:
-        constraint, build_constraint = None, None
+        constraint, build_constraint = own, None
         if grammar:
             params, build_constraint = self._compiler.compile(grammar, params)
         if thinking:
@@ -159,6 +162,30 @@ def test_guided_completions_follow_the_grammar_with_any_settings(
             assert len(completion.token_ids) <= params.max_new_tokens
             writer.check(completion, params)
     assert free()[0].token_ids == solo_ids(reference.model, writer.prompt_ids, 20)
+
+
+@pytest.mark.parametrize("engine", ["continuous", "batch"])
+def test_allowed_tokens_hold_alone_and_beside_a_grammar(
+    engine: str, load: Callable[[str], Reference], start: Callable[..., GenerationEngine]
+) -> None:
+    reference = load("llama")
+    writer = Writer(start(reference.model, engine), reference)
+    digits = [token_id for token_id in range(VOCAB_SIZE) if writer.codec.token_text(token_id) in set("0123456789")]
+    allowed, no_end = bits_of(digits, VOCAB_SIZE), bits_of((), VOCAB_SIZE)
+    drawn = SamplingParams(6, do_sample=True, temperature=3.0, seed=1, num_return_sequences=3, logprobs=1)
+    alone = writer.submit(drawn, None, own=lambda: AllowedTokens(allowed, no_end))
+    both = writer.submit(
+        drawn,
+        Grammar("regex", "[0-9a-z]{2}[0-4]", "guided_regex"),
+        lambda constraint: AllowedTokens(allowed, no_end, lambda: constraint),
+    )
+    for wait, form, reason in ((alone, "[0-9]{6}", "length"), (both, "[0-9]{2}[0-4]", "eos")):
+        completions = wait()
+        assert len({tuple(completion.token_ids) for completion in completions}) == 3
+        for completion in completions:
+            assert re.fullmatch(form, writer.text(completion).strip()), writer.text(completion)
+            assert completion.finish_reason == reason
+            assert len(completion.logprobs or ()) == len(completion.token_ids)
 
 
 @pytest.mark.parametrize("engine", ["continuous", "batch"])

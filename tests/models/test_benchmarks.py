@@ -84,6 +84,21 @@ def test_hybrid_models_are_measured_in_both_engines(benchmark: ModuleType, monke
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("benchmark", ["agents"], indirect=True)
+def test_agents_are_measured_with_what_they_share(benchmark: ModuleType) -> None:
+    lines = run(benchmark, "--small --agents 2").splitlines()
+    assert len(lines) == 2
+    computed, cached, *times_ms = map(float, re.findall(r" ([\d.]+)(?= |$)", lines[0].partition("agents")[2]))
+    load = benchmark.SMALL
+    assert load.num_added <= computed < load.num_prefix
+    assert 50 < cached < 100
+    assert len(times_ms) == 4
+    assert min(times_ms) > 0
+    held, gap = map(float, re.findall(r" ([\d.]+)(?= |$)", lines[1]))
+    assert held >= gap > 0
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("benchmark", ["linear"], indirect=True)
 def test_the_benchmark_of_linear_layers_has_all_ways(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     if linear_kernel.can_run(torch.float32) and linear_kernel.can_run(torch.bfloat16):

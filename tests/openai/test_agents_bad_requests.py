@@ -51,7 +51,7 @@ RESPONSES: dict[str, tuple[dict[str, object], str | None, str]] = {
     "output without a call": (item(type="function_call_output", output="a"), "input[1].call_id", "is required"),
     "field of the chat": (asks(max_tokens=3), "max_tokens", "there is no field 'max_tokens'"),
     "conversation": (asks(conversation="conv_1"), "conversation", "keeps responses alone"),
-    "background": (asks(background=True), "background", "null or false"),
+    "background": (asks(background=True, store=False), "store", "background needs a response that is kept"),
     "stored prompt": (asks(prompt={"id": "pmpt_1"}), "prompt", "stored prompt"),
     "truncation": (asks(truncation="auto"), "truncation", "'disabled'"),
     "included field of no kind": (asks(include=["a"]), "include", "include"),

@@ -82,6 +82,38 @@ def test_offsets_stay_in_step_behind_characters_of_several_tokens(client: openai
         assert text[start:end] == token or "\ufffd" in token
 
 
+def test_only_allowed_tokens_come(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "demo", "max_tokens": 5}
+    for ids, tokens in (([33, 40], {33, 40}), (34, {34})):
+        extra = {"allowed_token_ids": ids, "return_token_ids": True}
+        made = client.completions.create(prompt="The model", n=3, temperature=2, seed=1, extra_body=extra, **asked)
+        for choice in made.choices:
+            assert set((choice.model_extra or {})["token_ids"]) <= tokens
+            assert choice.finish_reason == "length"
+    chat = client.chat.completions.create(messages=[{"role": "user", "content": "a"}], extra_body=extra, **asked)
+    assert (chat.choices[0].model_extra or {})["token_ids"] == [34] * 5
+    with pytest.raises(
+        openai.BadRequestError, match=r"allowed_token_ids\[1\] is 999999, and the model's token ids are"
+    ):
+        client.completions.create(prompt="a", extra_body={"allowed_token_ids": [1, 999999]}, **asked)
+    extra = {"allowed_token_ids": [33], "guided_choice": ["yes"]}
+    with pytest.raises(openai.BadRequestError, match="allowed_token_ids has no token that what else constrains"):
+        client.completions.create(prompt="a", extra_body=extra, **asked)
+
+
+def test_a_suffix_needs_a_model_that_fills_in(client: openai.OpenAI) -> None:
+    for fields, sentence in (
+        ({"suffix": "b"}, "suffix needs tokens for filling in the middle"),
+        (
+            {"suffix": "b", "echo": True},
+            "echo cannot be combined with suffix",
+        ),
+    ):
+        with pytest.raises(openai.BadRequestError, match=sentence):
+            client.completions.create(model="demo", prompt="a", **fields)  # type: ignore[call-overload]
+    assert client.completions.create(model="demo", prompt="a", suffix="", max_tokens=1).choices[0].text
+
+
 def test_no_tokens_with_echo_score_the_prompt(client: openai.OpenAI) -> None:
     returns = {"return_token_ids": True}
     scored = client.completions.create(

@@ -64,7 +64,7 @@ CASES = [
     pytest.param(name, mode, id=f"{name} {word}")
     for name in OPERATIONS
     for word, mode in MODES.items()
-    if word == "valid" or name.startswith("POST")  # the others take nothing that could be invalid
+    if word == "valid" or (name.startswith("POST") and "{" not in name)  # others take nothing that could be invalid
 ]
 
 

@@ -264,10 +264,6 @@ def test_each_vllm_backend_output_comes_on_request(server: TritonServer) -> None
             {"embedding_request": '{"input": "x"}'},
             "unknown_parameter: there is no parameter 'embedding_request' (this model generates text): leave it out",
         ),
-        (
-            {"sampling_parameters": '{"allowed_token_ids": [5]}'},
-            "unknown_parameter: there is no parameter 'allowed_token_ids'",
-        ),
     ],
     ids=str,
 )

@@ -93,6 +93,11 @@ BORDERS: dict[str, tuple[list[object], list[object]]] = {
     "stop_strings": ([("a",), ("x" * 1000, " "), (), ("a",) * 16], [5, ("a", None), ("a",) * 17, True]),
     "include_stop_str_in_output": ([False, True], [0, 1, "true"]),
     "stop_token_ids": ([(), (0,), (1, 2**31 - 1)], [-1, 2**31, 1.0, "a", True, [1, "1"], {}, (1,) * 65]),
+    "allowed_token_ids": (
+        [(0,), (1, 2**31 - 1), tuple(range(2**18))],
+        [(), -1, 2**31, 1.0, "a", True, [1, "1"], {}, ("a",) * 2**18, (1,) * (2**18 + 1)],
+    ),
+    "suffix": (["", "}", "x" * 2**20], [5, True, ["}"], "x" * (2**20 + 1)]),
     "truncate_prompt_tokens": ([-1, 1, 2**31 - 1], [-2, 0, 2**31, 1.0, "1", True]),
     "ignore_eos": ([True, False], [0, 1, "true"]),
     "eos_token_id": ([(0,), (1, 2**31 - 1)], [-1, 2**31, 1.0, "a", True, (), [1, "1"], {}, (1,) * 65]),

@@ -152,7 +152,7 @@ INPUT_TYPES = {
     **dict.fromkeys(("stop", "stop_words", "bad_words", "logit_bias", "sampling_parameters"), "TYPE_STRING"),
 }
 """Those that TensorRT-LLM's clients, LiteLLM and the vLLM backend's clients send are theirs."""
-LISTS = {*STRING_ARRAYS, "eos_token_id", "end_id", "stop_token_ids", "prompt_token_ids"}
+LISTS = {*STRING_ARRAYS, "eos_token_id", "end_id", "stop_token_ids", "allowed_token_ids", "prompt_token_ids"}
 
 
 def test_parameters_as_inputs_are_optional_and_typed() -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A request's way through the task, beside an engine and a tokenizer that do as they are told."""
 
+import copy
 import gc
 import json
 import threading
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 
 from hf_triton.engine.protocols import EngineLoad
@@ -123,13 +125,14 @@ def reply_to(
     defaults: GenerationParameters | None = None,
     excludes_prompt: bool = False,
     is_encoder_decoder: bool = False,
+    codec: TextCodec | None = None,
     timeout_s: float | None = None,
     streams: bool = False,
     options: RequestOptions | None = None,
     **parameters: Any,
 ) -> Collector:
     task = build_task(
-        outcome, defaults=defaults, excludes_prompt=excludes_prompt, is_encoder_decoder=is_encoder_decoder
+        outcome, codec, defaults=defaults, excludes_prompt=excludes_prompt, is_encoder_decoder=is_encoder_decoder
     )
     reply = send(task, *prompts, timeout_s=timeout_s, streams=streams, options=options, **parameters)
     assert reply.is_finished.wait(10)
@@ -626,9 +629,49 @@ def test_stop_tokens_are_added_to_the_end_of_sequence_tokens(asked: dict[str, An
     assert sequence.params.eos_ids == expected
 
 
-def test_an_unknown_stop_token_is_refused() -> None:
-    [answer] = ask("x", stop_token_ids=(1, VOCABULARY_SIZE))
-    assert f"stop_token_ids[1] is {VOCABULARY_SIZE}, and the model's" in str(answer)
+@pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids"])
+def test_an_unknown_token_is_refused(name: str) -> None:
+    [answer] = ask("x", **{name: (1, VOCABULARY_SIZE)})
+    assert f"{name}[1] is {VOCABULARY_SIZE}, and the model's" in str(answer)
+
+
+def test_allowed_tokens_constrain_each_sequence_and_no_beams() -> None:
+    [sequence] = sequences_of("x", allowed_token_ids=(5, 9), num_return_sequences=2, temperature=1.0)
+    assert sequence.constraint is not None
+    assert sequence.constraint() is not sequence.constraint()
+    assert np.flatnonzero(np.unpackbits(sequence.constraint().bitmask(), bitorder="little")).tolist() == [5, 9]
+    [answer] = ask("x", allowed_token_ids=(5,), num_beams=2)
+    assert "allowed_token_ids cannot be combined with num_beams 2" in str(answer)
+
+
+# --- filling in the middle -------------------------------------------------------------------------------------------
+
+
+def test_a_suffix_is_refused_where_no_token_stands_for_it() -> None:
+    for prompt, asked, sentence in (
+        (
+            "x",
+            {},
+            "suffix needs tokens for filling in the middle, such as <|fim_prefix|>, and this model's tokenizer has",
+        ),
+        ((1, 2), {}, "suffix is for prompts of text, and this one is prompt_token_ids"),
+        ("x", {"truncate_prompt_tokens": 5}, "suffix cannot be combined with truncate_prompt_tokens"),
+    ):
+        [answer] = ask(prompt, suffix="y", **asked)  # type: ignore[arg-type]
+        assert sentence in str(answer)
+    assert ask("x", suffix="", outcome=write("on")) == [["xon"]]  # none
+
+
+@pytest.mark.parametrize("ignores_eos", [False, True])
+def test_a_prompt_with_a_suffix_is_filled_in_and_ends_with_the_middle(ignores_eos: bool) -> None:
+    tokenizer = copy.deepcopy(tokenizer_of(KIND))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<fim_prefix>", "<fim_suffix>", "<fim_middle>"]})
+    codec = TextCodec(tokenizer, len(tokenizer))
+    asked = {"suffix": "see", "codec": codec, "ignore_eos": ignores_eos or None}
+    [sequence] = sequences_of("go ", **asked)
+    assert sequence.prompt_ids == tokenizer("<fim_prefix>go <fim_suffix>see<fim_middle>")["input_ids"]
+    assert sequence.params.eos_ids == (set() if ignores_eos else {EOS_ID, *codec.fill_in_ends})
+    assert ask("go ", outcome=write("to "), **asked) == [["go to "]]
 
 
 # --- stop strings ----------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final
 
 from hf_triton.errors import RequestError
@@ -18,6 +18,7 @@ from hf_triton.protocol.prompts import Prompt, prompt_name
 from hf_triton.protocol.requests import GenerationRequest
 from hf_triton.protocol.thinking_switches import Thinking, switched
 from hf_triton.protocol.tool_choice import ForcedCall
+from hf_triton.sampling.allowed_tokens import AllowedTokens, bits_of
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.types import Constraint
 from hf_triton.sentence import param, remedy
@@ -46,6 +47,7 @@ MAX_INLINE_CHARACTERS = 1000  # of a prompt that is tokenized in the caller's th
 NUM_BAD_WORDS_KEPT = 32  # prompts of a request, and often requests of a client, share their bad words
 NOTHING: Final = SamplingParams(max_new_tokens=1)
 """The parameters of a prompt that is only tokenized."""
+NO_IDS: Final[frozenset[int]] = frozenset()
 NO_DIRECTION: Final = Direction()
 
 
@@ -141,6 +143,7 @@ class PromptPreparer:
             and len(prompt) <= MAX_INLINE_CHARACTERS
             and not (self._is_slow_by_default or parameters.bad_words or parameters.lora_name)
             and parameters.thinking_budget is None
+            and not (parameters.suffix or parameters.allowed_token_ids)
             and not (parameters.is_constrained if parameters.gives_grammar else self._has_grammar)
             and self.codec.is_fast
             and "build_prompt" not in self.overridden
@@ -215,7 +218,10 @@ class PromptPreparer:
         source, adds_special_tokens = request.prompts[row], request.options.add_special_tokens
         about, direction = prompt_name(source, row), self._direction(source, asked)
         texts: tuple[str, str] | None = None
-        if isinstance(source, str):
+        if asked.suffix:
+            ids = self._encode_around(source, asked, about, adds_special_tokens=adds_special_tokens is not False)
+            texts = (str(source), str(source))
+        elif isinstance(source, str):
             built = self.hooks.build_prompt(source) if "build_prompt" in self.overridden else source
             texts = (source, direction.prefix + built)
             adds = adds_special_tokens is not False
@@ -232,6 +238,23 @@ class PromptPreparer:
         if num_kept is not None and num_kept < len(ids):
             texts, ids = None, ids[-num_kept:]
         return Encoded(self.codec, ids, texts, direction.first_id)
+
+    def _encode_around(self, source: Prompt, asked: TaskParams, about: str, *, adds_special_tokens: bool) -> list[int]:
+        """A prompt and the suffix behind its completion as tokens."""
+        reason = ""
+        if not isinstance(source, str):
+            reason = f"is for prompts of text, and this one is {about}"
+        elif asked.truncate_prompt_tokens is not None:
+            reason = f"cannot be combined with {param('truncate_prompt_tokens')}, which would cut its tokens off"
+        elif self.codec.fill_in is None:
+            reason = (
+                "needs tokens for filling in the middle, such as <|fim_prefix|>, and this model's tokenizer has none"
+            )
+        if reason:
+            raise RequestError("invalid_parameter", f"{param('suffix')} {reason}: leave it out", field="suffix")
+        text = str(source)
+        built = self.hooks.build_prompt(text) if "build_prompt" in self.overridden else text
+        return self.codec.encode_around(built, asked.suffix, about, adds_special_tokens=adds_special_tokens)
 
     def _thinking(self, chat: Chat | None, asked: TaskParams, encoded: Encoded) -> Thinking | None:
         """The thinking of a prompt's completions, if anything is asked of it: a budget, or an answer by a grammar."""
@@ -310,7 +333,8 @@ class PromptPreparer:
         Raises:
             RequestError: It is not a grammar that can be followed.
         """
-        if prompt.asked.grammar is None and prompt.thinking is None and prompt.call_plan is None:
+        allowed = prompt.asked.allowed_token_ids
+        if prompt.asked.grammar is prompt.thinking is prompt.call_plan is allowed is None:
             return prompt
         params, thinking, plan = prompt.params, prompt.thinking, prompt.call_plan
         constraint: Callable[[], Constraint] | None = None
@@ -329,6 +353,10 @@ class PromptPreparer:
             raise
         if thinking is not None:
             constraint = self._grammars.behind_thinking(thinking, params, answer) or constraint
+        if allowed is not None:
+            eos_ids = self._defaults.eos_ids if params.eos_ids is None else params.eos_ids
+            size = self.codec.vocabulary_size
+            constraint = partial(AllowedTokens, bits_of(allowed, size), bits_of(eos_ids, size), constraint)
         return replace(prompt, params=params, constraint=constraint)
 
     def prepare_default(self) -> PreparedPrompt:
@@ -381,8 +409,14 @@ class PromptPreparer:
                 f"{params.num_rows}",
             )
         check_token_ids(params, self.codec.vocabulary_size)
+        self.codec.check_ids("allowed_token_ids", asked.allowed_token_ids or ())
+        end_ids = {
+            *asked.stop_token_ids,
+            *(self.codec.fill_in_ends if asked.suffix and params.eos_ids != NO_IDS else ()),
+        }
         if asked.stop_token_ids:
             self.codec.check_ids("stop_token_ids", asked.stop_token_ids)
+        if end_ids:
             eos_ids = defaults.eos_ids if params.eos_ids is None else params.eos_ids
-            params = replace(params, eos_ids=eos_ids.union(asked.stop_token_ids))
+            params = replace(params, eos_ids=eos_ids.union(end_ids))
         return params

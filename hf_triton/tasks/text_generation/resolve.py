@@ -52,6 +52,10 @@ class TaskParams:
     """Tokens of thinking; None: no limit."""
     grammar: Grammar | None = None
     """What the completions must follow."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """The tokens that they may have; None: any."""
+    suffix: str = ""
+    """What is behind them; empty: nothing is known of it."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +158,8 @@ def beam_obstacle(
         return asked.grammar.parameter
     if holds_calls:
         return "tools"
+    if asked.allowed_token_ids is not None:
+        return "allowed_token_ids"
     names = ("return_logprobs", "return_cumulative_logprob")
     return next((name for name in names if getattr(options, name)), None)
 

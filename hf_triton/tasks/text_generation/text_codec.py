@@ -16,10 +16,15 @@ from hf_triton.tasks.text_generation.detokenizer import (
     MarkedTextStream,
     TextStream,
 )
+from hf_triton.tasks.text_generation.fill_in import find_form
 
 ENCODERS: Final = ("__call__", "_encode_plus")
 DECODERS: Final = ("decode", "_decode")
 """Methods of transformers' tokenizers, which some of its own and those of a folder or a repository override."""
+NO_IDS: Final[frozenset[int]] = frozenset()
+MARK: Final = "☺"
+SPACE: Final = "▁"
+"""Sentencepiece's."""
 PRINTABLE: Final = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 BYTE_LETTERS: Final = {chr(byte): byte for byte in PRINTABLE} | {
     chr(256 + index): byte for index, byte in enumerate(sorted({*range(256)} - {*PRINTABLE}))
@@ -43,6 +48,10 @@ class TextCodec:
         self._encoder = backend if _delegates_to_backend(tokenizer, ENCODERS) else None
         self._decoder = backend if _delegates_to_backend(tokenizer, DECODERS) else None
         vocabulary = tokenizer.get_vocab()
+        self.fill_in = find_form(vocabulary)
+        """How its model fills in the middle; None: it has no tokens for that."""
+        self.fill_in_ends = NO_IDS if self.fill_in is None else self.fill_in.end_ids(vocabulary)
+        """The tokens that end the middle, beside end-of-sequence."""
         self.is_fast: bool = tokenizer.is_fast
         """Whether it is the tokenizers library's; one in Python takes ten times as long."""
         self.revises = not self.is_fast  # one in Python may decode "fo@@" and later "foo" (CTRL, BlenderbotSmall)
@@ -81,13 +90,45 @@ class TextCodec:
             ids = [token_id for token_id in firsts if token_id is not None][:1]
         if not ids:
             raise RequestError("invalid_input", f"{about} is empty, and this model needs a token to begin with")
+        self._check_known(ids, about)
+        return ids
+
+    def _check_known(self, ids: list[int], about: str) -> None:
         if max(ids) >= self.vocabulary_size:
             raise RequestError(
                 "invalid_input",
                 f"{about} holds token {max(ids)}, and the model knows {self.vocabulary_size} tokens: "
                 "tokenizer and model do not belong together",
             )
+
+    def encode_around(self, text: str, suffix: str, about: str, *, adds_special_tokens: bool) -> list[int]:
+        """A text and what is behind its completion as the prompt that has the middle filled in.
+
+        A tokenizer that puts a space before each text does so for the prefix alone, as CodeLlama's own code and
+        mistral-common have it.
+        """
+        form = self.fill_in
+        assert form is not None
+        before, behind, middle = self._tokenizer.convert_tokens_to_ids(
+            [form.prefix, form.suffix, form.middle or form.prefix]
+        )
+        prefix_ids = [before, *self._encode(text, adds_special_tokens=False)]
+        suffix_ids = [behind, *self._encode_inside(suffix)]
+        parts = [suffix_ids, prefix_ids] if form.suffix_first else [prefix_ids, suffix_ids]
+        firsts = self._encode("", adds_special_tokens=adds_special_tokens)
+        firsts = [token_id for token_id in firsts if token_id == self._tokenizer.bos_token_id]
+        ids = [*firsts, *parts[0], *parts[1], *([middle] if form.middle else ())]
+        self._check_known(ids, about)
         return ids
+
+    def _encode_inside(self, text: str) -> list[int]:
+        """A text without the space that sentencepiece's tokenizers put before it: behind a mark, which is cut off."""
+        marks = self._encode(MARK, adds_special_tokens=False)
+        if str(self.token_strings(marks[:1])[0]).startswith(SPACE):
+            ids = self._encode(MARK + text, adds_special_tokens=False)
+            if ids[: len(marks)] == marks:
+                return ids[len(marks) :]
+        return self._encode(text, adds_special_tokens=False)
 
     def token_strings(self, ids: list[int]) -> list[str | None]:
         """Tokens as the vocabulary spells them; None: it has no such token, though the model has."""
