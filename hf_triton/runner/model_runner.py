@@ -285,6 +285,9 @@ class ModelRunner:
         if self.is_packed:
             return self._forward(step.ranges, inflight)
         logits = [self._forward(group, inflight) for group in _groups(step.ranges)]
+        kept = [(part.slot, part.kept_slot) for part in step.ranges if part.kept_slot >= 0]
+        if kept:  # only now: a forward that fails leaves none of its states in the prefix cache
+            self.cache.copy_slots(kept)
         return torch.cat(logits) if len(logits) > 1 else logits[0]
 
     def _forward(self, ranges: Sequence[TokenRange], inflight: InflightTokens | None) -> torch.Tensor:

@@ -85,9 +85,16 @@ class PagedCache(Cache):
             blocks.copy(pairs)
 
     def copy_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy states, each from one slot to another; all are read before any is written."""
         for layer in self.layers:
             if isinstance(layer, SlotStatesLayer):
                 layer.copy(pairs)
+
+    def trim_slots(self, num_slots: int) -> None:
+        """Give back the memory of the states from this slot on."""
+        for layer in self.layers:
+            if isinstance(layer, SlotStatesLayer):
+                layer.trim(num_slots)
 
     def blocks(self) -> Iterable[KVBlocks]:
         """The blocks of every layer that has written some."""
