@@ -57,17 +57,27 @@ class BlockMemory:
         """The most tokens that may be in use now."""
         return min(self.pool.num_blocks * self.block_size, self.budget.allowed)
 
-    def refresh(self, num_slots: int) -> None:
-        """Look at the budget, beside the states of `num_slots` sequences and kept ones, and give back what exceeds it."""
+    def refresh(self, num_slots: int, *, reads_states: bool = False) -> None:
+        """Look at the budget, beside the states of `num_slots` sequences, and give back what exceeds it.
+
+        Kept states take only what sequences leave: new ones no more than half of it, and if sequences need their memory
+        all are given back, unless the next step `reads_states`.
+        """
         self._num_slots = num_slots
         if self._is_fixed:
             return
-        states = (num_slots + self.pool.states.num_touched) * self._slot_tokens
-        num_touched = self.pool.num_touched
-        allowed = self.budget.tokens(num_touched * self.block_size + states) - states
-        self.pool.max_touched = max(0, allowed) // self.block_size
-        if num_touched > self.pool.max_touched:
-            self._give_back(self.pool.trim(self.pool.max_touched))
+        pool, size = self.pool, self.block_size
+        states, kept = num_slots * self._slot_tokens, pool.states.num_touched * self._slot_tokens
+        allowed = self.budget.tokens(pool.num_touched * size + states + kept) - states
+        if pool.num_held * size + kept > allowed and not reads_states:
+            self.drop_states()
+            kept = pool.states.num_touched * self._slot_tokens
+        if self._slot_tokens:
+            pool.states.max_touched = max(0, allowed // 2 - pool.num_held * size) // self._slot_tokens
+        pool.max_touched = max(0, allowed) // size
+        most_blocks = max(0, allowed - kept) // size
+        if pool.num_touched > most_blocks:
+            self._give_back(pool.trim(most_blocks))
 
     def num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -84,7 +94,7 @@ class BlockMemory:
             self._give_back(self.pool.trim(self.pool.num_held + num_kept))
 
     def drop_states(self) -> None:
-        """Give back the memory of kept states, which sequences need."""
+        """Give back the memory of kept states, unless a step in flight writes some."""
         if not self._is_fixed and self.pool.states.give_back():
             self._trim_states()
 

@@ -96,7 +96,8 @@ class Scheduler:
         self._drop_ended()
         for group in self.admission.start_groups(len(self._sequences)):
             self._add(group)
-        self._memory.refresh(self.admission.num_slots() if self._traits.has_states else 0)
+        num_slots = self.admission.num_slots() if self._traits.has_states else 0
+        self._memory.refresh(num_slots, reads_states=bool(self._notes.slot_copies))
         if self.waiting:
             self._make_way_for_trials()
         for sequence in list(self.running):

@@ -98,7 +98,6 @@ class SequenceAdmission:
     def wait_or_refuse(self, sequence: Sequence) -> float:
         """Seconds that a context waits for memory of others on the device; 0: it has waited enough and is refused."""
         group, now_s = sequence.group, time.monotonic()
-        self.memory.drop_states()
         group.no_room_since_s = now_s if group.no_room_since_s is None else group.no_room_since_s
         if now_s - group.no_room_since_s < self.config.max_memory_wait_s:
             return self.config.memory_poll_s

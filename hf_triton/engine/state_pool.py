@@ -28,6 +28,8 @@ class StatePool:
         self.num_slots = num_slots
         self.num_touched = 0
         """Slots whose memory has been touched."""
+        self.max_touched = num_slots
+        """The most slots whose memory may be touched now."""
         self._first = first
         self._free: list[int] = []  # of the touched ones
         self._reserved: set[int] = set()
@@ -47,7 +49,7 @@ class StatePool:
         """Take a slot for a copy; `NOT_KEPT` if all are reserved."""
         if self._free:
             slot = self._free.pop()
-        elif self.num_touched < self.num_slots:
+        elif self.num_touched < min(self.num_slots, self.max_touched):
             slot = self._first + self.num_touched
             self.num_touched += 1
         elif self._kept:
@@ -98,11 +100,12 @@ class StatePool:
         self._passing.clear()
 
     def give_back(self) -> bool:
-        """Forget all states and their memory; whether there was any."""
-        had_memory = self.num_touched > 0
+        """Forget all states and their memory, unless some are reserved; whether there was any."""
+        if self._reserved or not self.num_touched:
+            return False
         self.clear()
         self._free, self.num_touched = [], 0
-        return had_memory
+        return True
 
     def _take(self, digest: bytes) -> int:
         self._passing.discard(digest)
