@@ -2,8 +2,8 @@
 """The second turn of a long conversation with hybrid models: `python benchmarks/conversation.py --tokens 20000`.
 
 The models of `hybrid.py`. The first turn is a prompt of so many tokens; the second is the first with its answer and 64
-tokens more. With the prefix cache the second begins where states were kept; without it computes all again. Shown are the
-tokens that each turn computes, what `cached_tokens` says, and the seconds to its first token.
+tokens more. With the prefix cache the second begins where states were kept; without it computes all again. Shown are
+the tokens that each turn computes, what `cached_tokens` says, and the seconds to its first token.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def _behind(
     D: torch.Tensor | None = None,  # noqa: N803
     z: torch.Tensor | None = None,
     delta_bias: torch.Tensor | None = None,
-    delta_softplus: bool = False,  # noqa: FBT001, FBT002
+    delta_softplus: bool = False,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What a state `[rows, size, states]` adds to the outputs `[rows, size, tokens]` and to the last state."""
