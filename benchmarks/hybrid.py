@@ -3,9 +3,9 @@
 
 64 requests of mixed lengths (`mixed` of `engine.py`), 16 in flight, to models of 24 to 39 million random parameters in
 float32 with packed linear layers: three of four layers are convolutions, state space or linear attention; the fourth is
-attention. Falcon-Mamba is state space of Mamba's first kind throughout, prefills each prompt at once, and has layers
-that cannot be packed. Useful tokens per second of wall time in one run; what counts is the ratio. `batch` is the engine
-that takes up to 16 waiting requests and runs `generate` to the end of the longest.
+attention. Falcon-Mamba is state space of Mamba's first kind throughout, and has layers that cannot be packed. Useful
+tokens per second of wall time in one run; what counts is the ratio. `batch` is the engine that takes up to 16 waiting
+requests and runs `generate` to the end of the longest.
 """
 
 from __future__ import annotations

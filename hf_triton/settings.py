@@ -271,9 +271,13 @@ class ModelSettings(BaseModel):
 
     enable_prefix_caching: Annotated[bool, FormerName("share_prefixes")] = True
     """Whether the continuous engine reuses the KV cache of a prefix that prompts share, such as a system prompt or the
-    earlier messages of a chat, in whole blocks of 64 tokens, on a GPU of 16. Models with states (hybrid, state space)
-    reuse none. Response times, and counts of cached tokens, then reveal whether another request had the same prefix:
-    see the parameter `cache_salt`."""
+    earlier messages of a chat, in whole blocks of 64 tokens, on a GPU of 16. Response times, and counts of cached
+    tokens, then reveal whether another request had the same prefix: see the parameter `cache_salt`."""
+
+    prefix_state_fraction: Annotated[float, annotated_types.Ge(0), annotated_types.Le(1)] = 0.25
+    """Memory for states of prefixes of a hybrid or state-space model, as a part of what its KV cache and the states of
+    `max_num_seqs` sequences take. The prefix cache keeps as many as fit; on a CPU no more than 64 MiB of them, or the
+    size of the weights if that is more. 0 keeps none, and no prefix is reused."""
 
     decoding: Literal["auto", "eager", "cuda_graphs"] = "auto"
     """How the continuous engine, and an encoder that PyTorch computes, run the forwards of small steps (up to 1,024

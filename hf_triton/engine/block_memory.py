@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from hf_triton.engine.block_pool import BlockPool
+from hf_triton.engine.state_pool import StatePool
 from hf_triton.errors import RequestError, UnavailableError
 from hf_triton.sentence import param
 
@@ -21,6 +22,8 @@ class BlockMemory:
         budget: Tokens that the device has memory for.
         slot_tokens: Tokens that take as much memory as the states of a sequence; 0: none, or they are not counted.
         is_fixed: Whether all memory is allocated at load; else it is shared with others on the device.
+        states: The states that the prefix cache keeps; None: none.
+        trim_states: Frees the memory of all of them.
     """
 
     def __init__(
@@ -33,13 +36,16 @@ class BlockMemory:
         slot_tokens: int = 0,
         is_fixed: bool = False,
         give_back: Callable[[list[int]], None] = lambda _: None,
+        states: StatePool | None = None,
+        trim_states: Callable[[], None] = lambda: None,
     ) -> None:
-        self.pool = BlockPool(num_blocks, max_kept)
+        self.pool = BlockPool(num_blocks, max_kept, states)
         self.block_size = block_size
         self.budget = budget
         self._slot_tokens = slot_tokens
         self._is_fixed = is_fixed
         self._give_back = give_back
+        self._trim_states = trim_states
         self._num_slots = 0
 
     @property
@@ -51,16 +57,27 @@ class BlockMemory:
         """The most tokens that may be in use now."""
         return min(self.pool.num_blocks * self.block_size, self.budget.allowed)
 
-    def refresh(self, num_slots: int) -> None:
-        """Look at the budget, beside the states of `num_slots` sequences, and give back what exceeds it."""
+    def refresh(self, num_slots: int, *, reads_states: bool = False) -> None:
+        """Look at the budget, beside the states of `num_slots` sequences, and give back what exceeds it.
+
+        Kept states take only what sequences leave: new ones no more than half of it, and if sequences need their memory
+        all are given back, unless the next step `reads_states`.
+        """
         self._num_slots = num_slots
         if self._is_fixed:
             return
-        states, num_touched = num_slots * self._slot_tokens, self.pool.num_touched
-        allowed = self.budget.tokens(num_touched * self.block_size + states) - states
-        self.pool.max_touched = max(0, allowed) // self.block_size
-        if num_touched > self.pool.max_touched:
-            self._give_back(self.pool.trim(self.pool.max_touched))
+        pool, size = self.pool, self.block_size
+        states, kept = num_slots * self._slot_tokens, pool.states.num_touched * self._slot_tokens
+        allowed = self.budget.tokens(pool.num_touched * size + states + kept) - states
+        if pool.num_held * size + kept > allowed and not reads_states:
+            self.drop_states()
+            kept = pool.states.num_touched * self._slot_tokens
+        if self._slot_tokens:
+            pool.states.max_touched = max(0, allowed // 2 - pool.num_held * size) // self._slot_tokens
+        pool.max_touched = max(0, allowed) // size
+        most_blocks = max(0, allowed - kept) // size
+        if pool.num_touched > most_blocks:
+            self._give_back(pool.trim(most_blocks))
 
     def num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -75,6 +92,11 @@ class BlockMemory:
         if not self._is_fixed:
             num_kept = min(self.pool.num_kept, self.pool.max_kept)
             self._give_back(self.pool.trim(self.pool.num_held + num_kept))
+
+    def drop_states(self) -> None:
+        """Give back the memory of kept states, unless a step in flight writes some."""
+        if not self._is_fixed and self.pool.states.give_back():
+            self._trim_states()
 
     def admission_error(self, num_prompt: int, num_new: int) -> RequestError | None:
         """The error of a prompt that can never run in this memory; None: it can."""

@@ -13,6 +13,8 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
 
+from hf_triton.engine.state_pool import StatePool
+
 
 class BlockPool:
     """Allocates blocks, counts who holds them, and finds full blocks by the digest of their tokens.
@@ -23,13 +25,15 @@ class BlockPool:
 
     Args:
         max_kept: Kept blocks from which on they are taken before fresh ones, so that memory does not grow.
+        states: Kept states, which go with the blocks that end where they are; None: none are kept.
     """
 
-    def __init__(self, num_blocks: int, max_kept: int) -> None:
+    def __init__(self, num_blocks: int, max_kept: int, states: StatePool | None = None) -> None:
         self.num_blocks = num_blocks
         self.max_touched = num_blocks
         """The most blocks whose memory may be touched now; less than `num_blocks` if others use the device."""
         self.max_kept = max_kept
+        self.states = states or StatePool()
         self._references: dict[int, int] = {}  # of held blocks
         self._kept: OrderedDict[int, None] = OrderedDict()  # the least recently used first
         self._empty: list[int] = []
@@ -121,6 +125,7 @@ class BlockPool:
         self._kept.clear()
         self._digest_of.clear()
         self._block_of.clear()
+        self.states.clear()
 
     def _take_fresh(self) -> int:
         if self._returned:
@@ -131,7 +136,9 @@ class BlockPool:
     def _evict(self, block: int) -> None:
         if block in self._kept:
             del self._kept[block]
-            del self._block_of[self._digest_of.pop(block)]
+            digest = self._digest_of.pop(block)
+            del self._block_of[digest]
+            self.states.drop(digest)
 
 
 def next_digest(parent: bytes, token_ids: list[int]) -> bytes:

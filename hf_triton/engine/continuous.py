@@ -53,7 +53,9 @@ class ContinuousBatchingEngine(GenerationWorker):
             recomputes=self.runner.recomputes,
             prefills_whole=way.prefills_whole,
             has_states=self.runner.cache.has_states,
-            caches_prefixes=options.enable_prefix_caching and not (way.prefills_whole or self.runner.cache.has_states),
+            caches_prefixes=options.enable_prefix_caching
+            and not way.prefills_whole
+            and (not self.runner.cache.has_states or self.memory.pool.states.num_slots > 0),
             runs_ahead=self.runner.device.type == "cuda" if config.runs_ahead is None else config.runs_ahead,
         )
         numbers = itertools.count()

@@ -29,6 +29,8 @@ class EngineConfig:
     """How long an engine is idle before it frees its memory."""
     prefix_cache_fraction: float = 0.25
     """The most of the KV cache that the prefix cache keeps on a CPU before released blocks are used again."""
+    kept_state_tokens: int = 4096
+    """The prefix cache keeps a model's states every so many tokens of a context, and where it ends."""
     runs_ahead: bool | None = None
     """Whether a step may start before the tokens of the last one are read; None: on a GPU."""
 

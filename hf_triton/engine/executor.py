@@ -99,10 +99,11 @@ class Executor:
         sampled = SampledTokens(logits, samplers, num_ahead)
         return InflightStep(step, tuple(sequence_ids), sampled, scores, are_finite)
 
-    def _are_finite(self, blocks: tuple[int, ...]) -> ToHost | None:
-        """Look at the last layer, to which NaN and infinity spread."""
+    def _are_finite(self, blocks: tuple[int, ...]) -> ToHost:
+        """Look at the last layer with keys, to which NaN and infinity spread; without keys nothing is hidden."""
         layers = list(self._runner.cache.blocks())
-        return ToHost(layers[-1].are_finite(blocks)) if layers else None
+        are_finite = layers[-1].are_finite(blocks) if layers else torch.ones(len(blocks), dtype=torch.bool)
+        return ToHost(are_finite)
 
     def _scored_tokens(self, token_range: TokenRange) -> list[int]:
         """The prompt tokens behind the first `num_scored` tokens of a range."""

@@ -30,6 +30,8 @@ class EngineOptions:
     """What the model may take of a GPU."""
     enable_prefix_caching: bool = True
     """Whether a prompt reuses the blocks of an earlier one that begins like it."""
+    prefix_state_fraction: float = 0.25
+    """States of prefixes take so much of what the KV cache and the states of `max_num_seqs` sequences take."""
     decoding: DecodingMode = "auto"
     """Whether a GPU's small steps are captured as graphs; `cuda_graphs` requires it."""
     adapters: Adapters | None = None

@@ -81,6 +81,7 @@ class Recovery:
         """Preempt all sequences of the step, and let half as many run."""
         scheduler = self._scheduler
         self._memory.rest()
+        self._memory.drop_states()
         scheduler.admission.slot_limit = max(1, len(scheduler.running) // 2)
         longest = max((sequence.num_tokens for sequence in sequences), default=0)
         scheduler.preempt(sequences, self._memory.no_memory_error(longest))

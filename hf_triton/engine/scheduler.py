@@ -63,8 +63,8 @@ class Scheduler:
         self._prefixes = PrefixCache(
             memory.pool,
             memory.block_size,
-            is_enabled=traits.caches_prefixes,
-            recompute_length=traits.recompute_length,
+            traits,
+            config.kept_state_tokens,
         )
         self.admission = SequenceAdmission(
             self.running, memory, self._prefixes, queue, traits, max_sequences, start, config
@@ -96,12 +96,13 @@ class Scheduler:
         self._drop_ended()
         for group in self.admission.start_groups(len(self._sequences)):
             self._add(group)
-        self._memory.refresh(self.admission.num_slots() if self._traits.has_states else 0)
+        num_slots = self.admission.num_slots() if self._traits.has_states else 0
+        self._memory.refresh(num_slots, reads_states=bool(self._notes.slot_copies))
         if self.waiting:
             self._make_way_for_trials()
         for sequence in list(self.running):
             if sequence.is_decoding and sequence.id not in self._awaiting and self._reserve(sequence, 1, draft):
-                draft.add(sequence, 1)
+                draft.add(sequence, 1, self._prefixes.reserve(sequence, 1, len(self.running)))
         if self.waiting or len(draft.ranges) < len(self.running):
             self._schedule_contexts(draft)
         else:
@@ -138,7 +139,8 @@ class Scheduler:
         for sequence in contexts:
             num_tokens = draft.chunk_size(sequence)
             if num_tokens and self._reserve(sequence, num_tokens, draft):
-                draft.add(sequence, num_tokens)
+                kept_slot = self._prefixes.reserve(sequence, num_tokens, len(self.running))
+                draft.add(sequence, num_tokens, kept_slot)
         return len(draft.ranges) > num_ranges
 
     def _reserve(self, sequence: Sequence, num_tokens: int, draft: StepDraft) -> bool:
@@ -146,7 +148,9 @@ class Scheduler:
         needed = self._memory.num_blocks(sequence.num_computed + num_tokens) - len(sequence.blocks)
         while needed and needed > self._pool.num_free:
             youngest = max(self.running, key=lambda other: other.age)
-            draft.remove(youngest)
+            removed = draft.remove(youngest)
+            if removed:
+                self._pool.states.free(removed.kept_slot)
             self.preempt([youngest], self._memory.no_memory_error(youngest.num_tokens + 1))
             if youngest is sequence:
                 return False
@@ -205,6 +209,9 @@ class Scheduler:
             sequence.group.num_cached = sequence.num_computed
         self._prefixes.begin(sequence)
         self._run(sequence)
+        if cached and self._traits.has_states:
+            kept_slot = self._pool.states.use(sequence.digests[len(cached) - 1])
+            self._notes.slot_copies.append((kept_slot, sequence.slot))
         self._observer.on_prefix_hit(sequence.num_computed)
 
     def _run(self, sequence: Sequence) -> None:
@@ -225,6 +232,8 @@ class Scheduler:
                     sequence.add_scores(output.prompt_scores.get(sequence.id, []), tokens.end)
                 if len(tokens.samples) > 1:
                     self._share_blocks(sequence, tokens.end)
+            else:
+                self._pool.states.free(tokens.kept_slot)
         num_known = 0
         for sequence_id, token in output.tokens.items():
             sequence = self._sequences.get(sequence_id)
@@ -233,8 +242,8 @@ class Scheduler:
                 self._append(sequence, token)
         if num_known:
             self._observer.on_step(num_known)
-        while self._unread and self._unread.pop(0) is not output.step:
-            pass  # an earlier output was lost, as no sequence was left that it is for
+        while self._unread and (step := self._unread.pop(0)) is not output.step:
+            self._free_kept(step)  # its output was lost, as no sequence was left that it is for
 
     def _append(self, sequence: Sequence, token: SampledToken) -> None:
         sequence.num_inflight -= 1
@@ -245,7 +254,8 @@ class Scheduler:
             self._end(sequence)
             self.admission.raise_limit()
         elif sequence.num_tokens == self._traits.recompute_length:
-            self.preempt([sequence])
+            if sequence in self.running:  # it may have been preempted while its token was in flight
+                self.preempt([sequence])
             sequence.digests = []
 
     def _share_blocks(self, first: Sequence, num_tokens: int) -> None:
@@ -290,6 +300,11 @@ class Scheduler:
         self.admission.free_slot(sequence)
         sequence.blocks, sequence.num_computed, sequence.prompt_scores = array("q"), 0, []
 
+    def _free_kept(self, step: Step) -> None:
+        """Keep no states of a step whose output is lost."""
+        for tokens in step.ranges:
+            self._pool.states.free(tokens.kept_slot)
+
     # --- preempt -----------------------------------------------------------------------------------------------------
 
     def preempt(self, sequences: list[Sequence], error: HfTritonError | None = None) -> None:
@@ -320,8 +335,12 @@ class Scheduler:
         Returns:
             The running sequences that were in them; all, if the step was not scheduled.
         """
-        lost_ids = {sequence_id for lost in (*self._unread, step) for sequence_id in lost.sequence_ids}
-        suspects = [sequence for sequence in self.running if sequence.id in lost_ids]
+        all_lost = [*self._unread, step]
+        for lost in all_lost:
+            self._free_kept(lost)
+        lost_ids = {sequence_id for lost in all_lost for sequence_id in lost.sequence_ids}
+        lost_slots = {slot for lost in all_lost for _, slot in lost.slot_copies}  # of some that had no turn yet
+        suspects = [sequence for sequence in self.running if sequence.id in lost_ids or sequence.slot in lost_slots]
         self._unread, self._awaiting = [], set()
         placed = [*self.running, *self.waiting]
         placed += [sibling for first in placed for sibling in first.siblings]

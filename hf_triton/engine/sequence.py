@@ -223,6 +223,10 @@ class Sequence:
     """Digests of its full blocks, if prefixes are cached."""
     slot: int = -1
     """The slot of its states; -1: none."""
+    cuts: list[int] = field(default_factory=list)
+    """Tokens of its context at which chunks end, so that the prefix cache can keep its states; ascending."""
+    kept: bytes | None = None
+    """The digest where the prefix cache has the last states that it kept while decoding."""
     siblings: list[Sequence] = field(default_factory=list)
     """Sequences of its group that wait for it to compute the prompt."""
     prompt_scores: list[TokenLogprobs] = field(default_factory=list)

@@ -68,6 +68,9 @@ class StepDraft:
         traits, missing = self._traits, sequence.num_missing
         if traits.prefills_whole:
             return missing if missing <= self.num_left or self.num_left == self._budget else 0
+        cut = next((end for end in sequence.cuts if end > sequence.num_computed), None)
+        if cut is not None:
+            missing = min(missing, cut - sequence.num_computed)
         share = traits.chunk_sizes.share(is_decoding=self._is_decoding, num_cached=sequence.num_computed)
         size = min(missing, self.num_left, max(MIN_CHUNK, int(self.num_left * share)))
         if traits.has_states and size < missing:  # a chunk of one token would be taken for a decoding step
@@ -75,7 +78,7 @@ class StepDraft:
             size = size if size > 1 else 0
         return size
 
-    def add(self, sequence: Sequence, num_tokens: int) -> None:
+    def add(self, sequence: Sequence, num_tokens: int, kept_slot: int) -> None:
         """Compute a sequence's next tokens; behind the last one of its context, the token that follows is sampled."""
         start, end = sequence.num_computed, sequence.num_computed + num_tokens
         num_top, num_scored = None, 0
@@ -98,16 +101,18 @@ class StepDraft:
             num_top_logprobs=num_top,
             num_scored=num_scored,
             slot=sequence.slot,
+            kept_slot=kept_slot,
         )
         sequence.num_computed = end
         self.num_left = max(0, self.num_left - num_tokens)
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: Sequence) -> TokenRange | None:
         """Take back what was added of a sequence that is preempted; what it was to sample is not in flight."""
         tokens = self.ranges.pop(sequence, None)
         if tokens and tokens.samples:
             for sampling in (sequence, *sequence.siblings):
                 sampling.num_inflight -= 1
+        return tokens
 
     @property
     def cuts_context(self) -> bool:

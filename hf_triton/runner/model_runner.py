@@ -23,6 +23,7 @@ from hf_triton.runner.faults import described
 from hf_triton.runner.long_rope import LongRope, has_long_rope
 from hf_triton.runner.lora.model_adapters import Adapters
 from hf_triton.runner.paged_cache import PagedCache
+from hf_triton.runner.state_scans import continue_scans
 from hf_triton.runner.state_slots import decodes_as_it_prefills
 from hf_triton.runner.step import Step, TokenRange
 from hf_triton.runner.step_attention import TorchAttention, attention_configs, attention_of, register
@@ -93,6 +94,8 @@ class ModelRunner:
         """Graphs of steps with adapters."""
         self.partly: list[str] = []
         """Says which small steps run eagerly though others are captured, and why; see `Worker.slower`."""
+        if self.cache.has_states:
+            continue_scans(model)
         self.is_packed = not self.cache.has_states
         """Whether the ranges of a step are one row; else each chunk is a forward, and one token of every sequence."""
 
@@ -285,6 +288,9 @@ class ModelRunner:
         if self.is_packed:
             return self._forward(step.ranges, inflight)
         logits = [self._forward(group, inflight) for group in _groups(step.ranges)]
+        kept = [(part.slot, part.kept_slot) for part in step.ranges if part.kept_slot >= 0]
+        if kept:  # only now: a forward that fails leaves none of its states in the prefix cache
+            self.cache.copy_slots(kept)
         return torch.cat(logits) if len(logits) > 1 else logits[0]
 
     def _forward(self, ranges: Sequence[TokenRange], inflight: InflightTokens | None) -> torch.Tensor:

@@ -43,6 +43,8 @@ class PagedCache(Cache):
         """Layers by the identity of the keys that `update` has returned in this forward."""
         self.coming_value: tuple[int, torch.Tensor] | None = None
         """The value that a layer's `update` will get, and the layer's number; see `cuda/early_writes.py`."""
+        self.continued: torch.Tensor | None = None
+        """The state with which the layer that computes begins; see `state_scans.py`."""
         self.turn = Turn()
         self.layers = [self._layer(layer) for layer in _layers(config)]
         if not self.layers:
@@ -75,9 +77,14 @@ class PagedCache(Cache):
     def _forget(self) -> None:
         """Let go of the tensors of the last forward, which may have failed."""
         self.layer_of.clear()
-        self.coming_value = None
+        self.coming_value = self.continued = None
         for layer in self.paged_layers():
             layer.new_keys = layer.new_values = layer.returned_keys = layer.early = None
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """A layer's state, as transformers asks for it when the layer begins; None: it begins without."""
+        self.continued = super().get_recurrent_state(layer_idx, state_idx)
+        return self.continued
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks, each from one to another; all are read before any is written."""
@@ -85,9 +92,16 @@ class PagedCache(Cache):
             blocks.copy(pairs)
 
     def copy_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy states, each from one slot to another; all are read before any is written."""
         for layer in self.layers:
             if isinstance(layer, SlotStatesLayer):
                 layer.copy(pairs)
+
+    def trim_slots(self, num_slots: int) -> None:
+        """Give back the memory of the states from this slot on."""
+        for layer in self.layers:
+            if isinstance(layer, SlotStatesLayer):
+                layer.trim(num_slots)
 
     def blocks(self) -> Iterable[KVBlocks]:
         """The blocks of every layer that has written some."""

@@ -19,6 +19,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from hf_triton.runner.device_step import NO_SLOT
 from hf_triton.runner.step_tensors import StepTensors
+from hf_triton.runner.transfer import to_index
 
 EMPTY: Final[type] = getattr(cache_utils, "DummyLayer", type(None))
 """A layer that keeps nothing; 5.18 of transformers has none yet."""
@@ -59,15 +60,26 @@ class _Slots(dict[int, torch.Tensor | None]):
                     rows.zero_()
 
     def copy_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy states, each from one slot to another; all are read before any is written."""
         self._grow(max(target for _, target in pairs) + 1)
         for buffer in self.buffers():
-            for source, target in pairs:
-                buffer[target] = buffer[source]
+            if len(pairs) == 1:
+                buffer[pairs[0][1]] = buffer[pairs[0][0]]
+            else:
+                sources, targets = (to_index(numbers, buffer.device) for numbers in zip(*pairs, strict=True))
+                buffer[targets] = buffer[sources]
+
+    def trim(self, num_slots: int) -> None:
+        """Give back the memory of slots from this one on."""
+        for number, buffer in self.items():
+            if buffer is not None and len(buffer) > num_slots:
+                super().__setitem__(number, buffer[:num_slots].clone())
 
     def _grow(self, num_slots: int) -> None:
+        """Have room for so many; on a CPU the memory of those that nobody has used is not touched."""
         for number, buffer in self.items():
             if buffer is not None and len(buffer) < num_slots:
-                grown = buffer.new_zeros(max(2 * len(buffer), num_slots), *buffer.shape[1:])
+                grown = buffer.new_empty(max(2 * len(buffer), num_slots), *buffer.shape[1:])
                 grown[: len(buffer)] = buffer
                 super().__setitem__(number, grown)
 
@@ -134,6 +146,10 @@ class SlotStatesLayer(LinearAttentionLayer):
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         self.conv_states.copy_slots(pairs)
         self.recurrent_states.copy_slots(pairs)
+
+    def trim(self, num_slots: int) -> None:
+        self.conv_states.trim(num_slots)
+        self.recurrent_states.trim(num_slots)
 
     def states(self) -> list[torch.Tensor]:
         """The buffers `[slots, ...]` of all states."""

@@ -30,6 +30,8 @@ class TokenRange(NamedTuple):
     """The first tokens of the range whose logits score the token behind them."""
     slot: int = -1
     """The sequence's states are there; -1: the model has none."""
+    kept_slot: int = -1
+    """Where its states behind `end` are copied to after the step, for the prefix cache; -1: they are not."""
 
     @property
     def num_tokens(self) -> int:

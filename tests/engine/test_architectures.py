@@ -44,7 +44,8 @@ def small_pool(seed: str) -> dict[str, Any]:
     """Options of an engine that preempts, shares blocks and cuts contexts."""
     chunk_sizes = ChunkSizes(random.Random(seed).choice([7, 16, 40]), 24)
     config = EngineConfig(block_size=BLOCK_SIZE, chunk_sizes=chunk_sizes)
-    return {"max_num_seqs": 6, "max_cache_tokens": NUM_BLOCKS * BLOCK_SIZE, "config": config}
+    options = {"max_num_seqs": 6, "max_cache_tokens": NUM_BLOCKS * BLOCK_SIZE, "config": config}
+    return options | {"prefix_state_fraction": 1.0}
 
 
 def load_with_references(name: str, num_requests: int) -> tuple[Any, Items, list[list[int]]]:

@@ -3,13 +3,15 @@
 
 import random
 import time
+from contextlib import closing
 from typing import Any
 
 import pytest
 
 from hf_triton.engine.engine_config import EngineConfig
 from hf_triton.sampling.params import SamplingParams
-from tests.support.engine import Client, Counting, PrefixHits, StartEngine, only
+from tests.support.architectures import STATES, WHOLE, build
+from tests.support.engine import Client, Counting, PrefixHits, StartEngine, only, start_engine
 from tests.support.reference import solo_ids
 
 BLOCK = 8
@@ -61,6 +63,22 @@ def test_the_next_turn_computes_only_what_is_in_no_full_block(model: Any, start:
         assert counting.num_tokens - before == len(conversation) - num_cached + 9
         num_cached = (len(conversation) + 9) // BLOCK * BLOCK  # the last token's keys were not computed
         conversation = [*conversation, *answer, 200, 201, 202, 203, 204]
+
+
+@pytest.mark.parametrize("name", ["qwen3-next", "falcon-mamba"])
+def test_the_second_turn_of_a_model_with_states_computes_a_tenth(name: str) -> None:
+    model, source = build(*(STATES | WHOLE)[name]), random.Random(0)
+    conversation = [source.randrange(3, 300) for _ in range(230)]
+    with closing(start_engine(model, max_num_seqs=3, context_length=256, config=CONFIG)) as engine:
+        counting, client = Counting(engine), Client(engine)
+        computed = []
+        for _ in range(2):
+            before, completion = counting.num_tokens, only(client.ask(conversation, SamplingParams(6)))
+            assert completion.token_ids == solo_ids(model, conversation, 6)
+            computed.append(counting.num_tokens - before)
+            assert computed[-1] == len(conversation) - completion.num_cached + 5
+            conversation = [*conversation, *completion.token_ids, 200, 201, 202]
+    assert computed[1] <= 0.1 * computed[0]
 
 
 def test_the_least_recently_used_prefix_makes_room(start: StartEngine) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that need whole prompts in one prefill: Mamba 1, whose scan starts again with every forward."""
+"""Models that need whole prompts in one prefill: Mamba 1, if its scan starts again with every forward."""
 
 import logging
 import random
@@ -11,6 +11,7 @@ import torch
 from hf_triton.engine.batch_engine import BatchEngine
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.engine_config import EngineConfig
+from hf_triton.runner import state_scans
 from hf_triton.runner.device import ChunkSizes
 from hf_triton.runner.model_runner import ModelRunner
 from hf_triton.runner.step import Step
@@ -19,6 +20,11 @@ from hf_triton.sampling.params import SamplingParams
 from tests.support.architectures import BASE, CONTINUOUS, HEADS, WHOLE, build, requests
 from tests.support.engine import Client, PreemptCounter, PrefixHits, check, start_engine, token_ids
 from tests.support.reference import solo_ids
+
+
+@pytest.fixture(autouse=True)
+def _no_scan_is_continued(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_scans, "cache_of_thread", lambda: None)
 
 
 @pytest.fixture(params=[*WHOLE])

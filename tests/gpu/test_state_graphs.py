@@ -82,7 +82,7 @@ def test_a_sequence_begins_without_its_slots_former_state(name: str, replays: Re
         check(plain, Client(engine), items, expected=expected)
         with torch.inference_mode():
             for states in states_of(engine.runner):
-                assert len(states) == 5, "one for padding"
+                assert len(states) == 5 + engine.memory.pool.states.num_slots, "one for padding"
                 states.fill_(torch.nan)
         replays.sizes.clear()
         check(plain, Client(engine), items, expected=expected)

@@ -166,8 +166,11 @@ def test_buffers_grow_for_new_slots_and_keep_the_others() -> None:
 def test_states_are_copied_to_slots_beyond_the_buffer() -> None:
     layer = SlotStatesLayer()
     advance(layer, [0], is_new=True)
-    layer.copy([(0, 7), (7, 3)])
-    assert advance(layer, [3, 7]) == [1, 1]
+    advance(layer, [1], is_new=True)
+    advance(layer, [1])
+    layer.copy([(0, 7)])
+    layer.copy([(7, 3), (1, 7)])
+    assert advance(layer, [3, 7]) == [1, 2]
 
 
 # --- the cache -------------------------------------------------------------------------------------------------------

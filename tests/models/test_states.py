@@ -23,7 +23,7 @@ from hf_triton.runner.state_slots import decodes_as_it_prefills
 from hf_triton.runner.step import Step
 from hf_triton.sampling.params import SamplingParams
 from tests.support.architectures import STATES, build
-from tests.support.engine import Client, Items, PreemptCounter, PrefixHits, prompts, token_ids
+from tests.support.engine import Client, Items, PreemptCounter, prompts, token_ids
 from tests.support.reference import solo_ids
 
 pytestmark = pytest.mark.full
@@ -235,17 +235,3 @@ def test_a_sequence_begins_without_its_slots_former_state(model: Any) -> None:
             for state in layer.states() if hasattr(layer, "states") else ():
                 state.fill_(torch.nan)
         check(model, Client(engine), [(random_tokens(length, length), SamplingParams(4)) for length in (1, 30)])
-
-
-def test_no_prefix_is_shared_and_no_output_changes(model: Any) -> None:
-    """A state is that of a sequence's last token, so no other can begin with it."""
-    source, hits, stem = random.Random(5), PrefixHits(), random_tokens(90, 0)
-    items = [
-        ([*stem[: source.randrange(20, 90)], *random_tokens(5, index)], SamplingParams(source.randrange(1, 12)))
-        for index in range(20)
-    ]
-    with closing(
-        ContinuousBatchingEngine(model, EngineOptions(max_num_seqs=7, observer=hits, config=CONFIG))
-    ) as engine:
-        check(model, Client(engine), items)
-    assert hits.counts == [0] * len(hits.counts)

@@ -281,7 +281,7 @@ WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "falcon-mamba": ("FalconMambaConfig", BASE | {"state_size": 8, "time_step_rank": 4}),
 }
-"""Models whose scan restarts with every chunk: the continuous engine prefills their prompts at once."""
+"""Models whose scan transformers restarts with every chunk, and `state_scans.py` continues."""
 BATCH: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-neo": ("GPTNeoConfig", NEO),
     "deepseek-v3.2": (

@@ -15,6 +15,7 @@ from hf_triton.engine.protocols import Observer
 from hf_triton.engine.recovery import Recovery
 from hf_triton.engine.scheduler import Scheduler, StepOutput
 from hf_triton.engine.sequence import Outcome, Sequence, SequenceGroup
+from hf_triton.engine.state_pool import StatePool
 from hf_triton.engine.waiting_queue import WaitingQueue
 from hf_triton.errors import HfTritonError
 from hf_triton.runner.device import ChunkSizes
@@ -72,7 +73,7 @@ class FakeDevice:
         self._block_size = block_size
         self._recompute_length = recompute_length
         self._contents: dict[int, dict[int, Any]] = {}  # by block and place
-        self._states: dict[int, list[int]] = {}  # by slot: the tokens that it has seen
+        self._states: dict[int, list[tuple[int, Any]]] = {}  # by slot: the tokens that it has seen, and their kinds
         self._generated: dict[int, list[int]] = {}  # by sequence, those in flight included
         self._adapters: dict[int, str | None] = {}
         self._inflight: StepOutput | None = None
@@ -106,12 +107,16 @@ class FakeDevice:
         targets = [target for _, target in step.block_copies]
         assert len(set(targets)) == len(targets)
         self._contents.update(zip(targets, read, strict=True))
-        for source, target in step.slot_copies:
-            self._states[target] = list(self._states[source])
+        states = {target: list(self._states[source]) for source, target in step.slot_copies}
+        assert len(states) == len(step.slot_copies)
+        self._states.update(states)
         for part in step.ranges:
             self._write(part, pending)
         if self.fails(step):
             raise RuntimeError("boom")
+        kept = [(part.kept_slot, self._states[part.slot]) for part in step.ranges if part.kept_slot >= 0]
+        assert len({slot for slot, _ in kept}) == len(kept)
+        self._states.update((slot, list(state)) for slot, state in kept)
         tokens: dict[int, SampledToken] = {}
         for part in step.ranges:
             self._check(part)
@@ -140,7 +145,7 @@ class FakeDevice:
             self._contents.setdefault(part.block_table[block], {})[place] = token, kind
         if part.slot >= 0:
             before = self._states[part.slot] if part.start else []
-            self._states[part.slot] = before + token_ids
+            self._states[part.slot] = before + [(token, kind) for token in token_ids]
         self.num_computed[self.sequences[part.sequence_id].group] += part.num_tokens
 
     def _check(self, part: TokenRange) -> None:
@@ -148,7 +153,7 @@ class FakeDevice:
         read = [self._contents[block].get(place) for block in part.block_table for place in range(self._block_size)]
         expected = self._context(part.sequence_id)[: part.end]
         assert read[: part.end] == [(token, self._kind(part)) for token in expected]
-        assert part.slot < 0 or self._states[part.slot] == expected
+        assert part.slot < 0 or self._states[part.slot] == read[: part.end]
         assert not part.samples or self._kind(part)[1] == (part.end >= self._recompute_length)
 
     def _sample(self, number: int, end: int) -> SampledToken:
@@ -180,6 +185,8 @@ class Simulation:
         block_size: int = 1,
         max_kept: int = 1000,
         slot_tokens: int = 0,
+        num_kept_states: int = 0,
+        kept_state_tokens: int = 4096,
         refuses: Callable[[SequenceGroup], bool] = lambda _: False,
         needs_host: Callable[[SequenceGroup], bool] = lambda _: False,
         max_memory_wait_s: float = 0.0,
@@ -197,6 +204,7 @@ class Simulation:
             max_kept=max_kept,
             slot_tokens=slot_tokens,
             give_back=self.device.give_back,
+            states=StatePool(max_sequences, num_kept_states),
         )
         self.outcomes: dict[SequenceGroup, Outcome] = {}
         self.scheduler = Scheduler(
@@ -206,7 +214,7 @@ class Simulation:
             max_sequences=max_sequences,
             start=self._start,
             observer=self.observer,
-            config=EngineConfig(max_memory_wait_s=max_memory_wait_s),
+            config=EngineConfig(max_memory_wait_s=max_memory_wait_s, kept_state_tokens=kept_state_tokens),
         )
         self.recovery = Recovery(self.scheduler, self.memory)
         self.last = Step()
@@ -264,6 +272,7 @@ class Simulation:
             steps.append(self.step())
             assert len(steps) <= max_steps, "groups without an outcome"
         assert self.memory.pool.num_held == 0
+        assert not self.memory.pool.states._passing
         return steps
 
     def check(self) -> None:
@@ -276,6 +285,14 @@ class Simulation:
         assert not any(sequence.blocks for sequence in scheduler.waiting)
         assert pool.num_touched == pool.num_held + pool.num_kept + len(pool._empty) <= pool.num_blocks
         assert len(scheduler.running) <= self._max_sequences
+        states = pool.states
+        assert sorted([*states._free, *states._reserved, *states._kept.values()]) == list(
+            range(self._max_sequences, self._max_sequences + states.num_touched)
+        )
+        assert states._reserved == {
+            tokens.kept_slot for step in scheduler._unread for tokens in step.ranges if tokens.kept_slot >= 0
+        }
+        assert all(pool.find(digest) is not None for digest in states._kept)
 
     @property
     def computed(self) -> list[SequenceGroup]:

@@ -188,21 +188,23 @@ class RandomSchedule:
     def __init__(self, seed: int) -> None:
         self.source = source = random.Random(seed)
         self.has_failed = False
-        has_states = source.random() < 0.2
+        has_states = source.random() < 0.5
         runs_ahead = source.random() < 0.5
         host_rate = source.choice([0.0, 0.2, 0.6])
         self.max_tokens = source.randint(24, 60)
         self.simulation = Simulation(
             self.max_tokens,
             source.randint(1, 5),
-            block_size=source.randint(1, 5),
+            block_size=source.randint(2 if has_states else 1, 5),
+            num_kept_states=source.randrange(8) if has_states else 0,
+            kept_state_tokens=source.choice([4, 8, 4096]),
             max_kept=source.randrange(12),
             slot_tokens=source.choice([0, 4]) if has_states else 0,
             needs_host=lambda _: source.random() < host_rate,
             eos_ids=frozenset(source.choice([[], [0]])),
             chunk_sizes=ChunkSizes(source.randint(4, 20), source.randint(2, 8)),
             has_states=has_states,
-            caches_prefixes=not has_states,
+            caches_prefixes=True,
             runs_ahead=runs_ahead,
             **source.choice([{}, {}, {"recomputes": False}, {"recompute_length": 12}]),
         )

@@ -3,6 +3,7 @@
 
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -305,6 +306,66 @@ def test_equal_prompts_that_arrive_together_are_computed_once() -> None:
     simulation.submit(PROMPT, PROMPT, [*PROMPT[:20], 9], max_new_tokens=1)
     simulation.finish()
     assert sum(simulation.device.num_computed.values()) == 40 + 4 + 1
+
+
+def hybrid(**options: Any) -> Simulation:
+    traits = {"has_states": True, "caches_prefixes": True, "num_kept_states": 8} | options
+    return Simulation(block_size=4, **traits)
+
+
+def test_states_are_kept_at_the_last_block_of_a_prompt_and_of_its_answer() -> None:
+    simulation = hybrid()
+    (group,) = simulation.submit(PROMPT[:15], max_new_tokens=6)
+    assert simulation.finish() == [[12], [3], *[[1]] * 5]
+    answer = simulation.token_ids(group)[0]
+    simulation.submit([*PROMPT[:15], *answer, 1, 2, 3], max_new_tokens=1)
+    assert simulation.finish() == [[24 - 20]]
+    simulation.submit([*PROMPT[:15], 4, 4], max_new_tokens=1)
+    assert simulation.finish() == [[17 - 12]]
+
+
+def test_states_are_kept_every_so_many_tokens() -> None:
+    simulation = hybrid(kept_state_tokens=8)
+    simulation.submit(PROMPT[:30], max_new_tokens=1)
+    assert simulation.finish() == [[8], [8], [8], [4], [2]]
+    simulation.submit([*PROMPT[:22], 4, 4], max_new_tokens=1)
+    assert simulation.finish() == [[4], [4]]  # behind 16; the cut at 20 is where it parts from the first
+
+
+def test_a_prefix_that_two_prompts_share_is_computed_no_third_time() -> None:
+    simulation = hybrid()
+    for end, steps in ((0, [[16], [4]]), (1, [[12], [4], [4]]), (2, [[4], [4]])):
+        simulation.submit([*PROMPT[:14], *[end] * 6], max_new_tokens=1)
+        assert simulation.finish() == steps
+
+
+def test_no_states_of_a_failed_step_are_kept() -> None:
+    simulation = hybrid()
+    simulation.submit(PROMPT[:15], max_new_tokens=1)
+    simulation.device.fails = lambda _: True
+    simulation.step()
+    simulation.device.fails = lambda _: False
+    assert not simulation.memory.pool.states._kept
+    simulation.submit(PROMPT[:15], max_new_tokens=1)
+    assert simulation.finish() == [[12], [3]]
+
+
+def test_states_without_a_free_slot_are_not_kept() -> None:
+    simulation = hybrid(num_kept_states=0)
+    simulation.submit(PROMPT[:15], PROMPT[:15], max_new_tokens=6)
+    simulation.finish()
+    assert simulation.memory.pool.states.num_touched == 0
+
+
+def test_sequences_come_before_kept_states() -> None:
+    simulation = hybrid(max_tokens=60, slot_tokens=12)
+    for number in range(3):
+        simulation.submit([number] * 9, max_new_tokens=1)
+        simulation.finish()
+    assert simulation.memory.pool.states.num_touched == 2  # half of the memory
+    simulation.submit([4] * 40, max_new_tokens=2)
+    simulation.finish()
+    assert simulation.observer.preempted == []
 
 
 @pytest.mark.parametrize("is_published", [False, True])

@@ -72,6 +72,7 @@ def test_every_setting_can_come_from_the_environment(name: str) -> None:
         "decoding": "eager",
         "max_cache_tokens": "1024",
         "gpu_memory_fraction": "0.5",
+        "prefix_state_fraction": "0.5",
         "pack_weights": "yes",
         "task": "embeddings",
         "pooling": "cls",

@@ -228,6 +228,7 @@ def build_text_generation(
             max_cache_tokens=settings.max_cache_tokens,
             gpu_part=gpu_part,
             enable_prefix_caching=settings.enable_prefix_caching,
+            prefix_state_fraction=settings.prefix_state_fraction,
             decoding=settings.decoding,
             adapters=adapters,
             on_fatal=on_fatal,
