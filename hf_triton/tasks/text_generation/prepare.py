@@ -334,7 +334,7 @@ class PromptPreparer:
             RequestError: It is not a grammar that can be followed.
         """
         allowed = prompt.asked.allowed_token_ids
-        if prompt.asked.grammar is prompt.thinking is prompt.call_plan is allowed is None:
+        if all(asked is None for asked in (prompt.asked.grammar, prompt.thinking, prompt.call_plan, allowed)):
             return prompt
         params, thinking, plan = prompt.params, prompt.thinking, prompt.call_plan
         constraint: Callable[[], Constraint] | None = None
