@@ -47,6 +47,19 @@ TOOLS = [
 ]
 SCHEMAS: dict[str, Any] = {str(tool["name"]): tool["parameters"] for tool in TOOLS}
 OPENINGS: dict[str, Sequence[str]] = {
+    "kimi-k2": (
+        "<|tool_calls_section_begin|><|tool_call_begin|>",
+        "<|tool_call_begin|>",
+        "<think>so</think><|tool_call_begin|>",
+    ),
+    "minimax-m2": ("<minimax:tool_call>", "<think>so</think>\n<minimax:tool_call>"),
+    "deepseek-dsml": ("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>", "<think>so</think>\n\n<｜DSML｜tool_calls>"),
+    "granite-3": ("<|tool_call|>",),
+    "nemotron-nano-v2": ("<TOOLCALL>",),
+    "seed-oss": ("<seed:tool_call>", "<seed:think>so</seed:think>\n<seed:tool_call>"),
+    "command-r7b": ("<|START_ACTION|>", "<|START_THINKING|>so<|END_THINKING|><|START_ACTION|>"),
+    "command-r": ("Action:\n```json",),
+    "phi-4-mini": ("<|tool_call|>",),
     "hermes": ("<tool_call>",),
     "qwen3": ("<tool_call>", "<think>so</think>\n\n<tool_call>"),
     "qwen3-coder": ("<tool_call>", "<function="),
