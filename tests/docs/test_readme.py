@@ -310,7 +310,7 @@ def texts_of(answer: object) -> list[str]:
 
 def test_openai_client_gets_an_answer(demo: TritonServer, gateway: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = python_blocks(port="9000")
-    assert len(found) == 3
+    assert len(found) == 4
     for block in found:
         assert len(run_python(demo, block.replace("localhost:9000", gateway), capsys)) > 10
 
