@@ -31,7 +31,7 @@ def continue_scans(model: Any) -> None:
     In a forward without a `PagedCache`, they are what they were.
     """
     for name in {type(module).__module__ for module in model.modules()}:
-        module = sys.modules[name]
+        module = sys.modules.get(name)
         scan = getattr(module, SCAN, None)
         if scan is not None and not hasattr(scan, "begins_with_state"):
             setattr(module, SCAN, _continued(scan))
