@@ -47,13 +47,13 @@ TOOLS = [
 ]
 SCHEMAS: dict[str, Any] = {str(tool["name"]): tool["parameters"] for tool in TOOLS}
 OPENINGS: dict[str, Sequence[str]] = {
-    "kimi-k2": (
-        "<|tool_calls_section_begin|><|tool_call_begin|>",
-        "<|tool_call_begin|>",
-        "<think>so</think><|tool_call_begin|>",
+    "kimi-k2": ("<|tool_calls_section_begin|><|tool_call_begin|>", "<|tool_call_begin|>"),
+    "minimax-m2": ("<minimax:tool_call>", '</invoke>\n<invoke name="', "<think>so</think>\n<minimax:tool_call>"),
+    "deepseek-dsml": (
+        "<｜DSML｜function_calls>",
+        '</｜DSML｜invoke>\n<｜DSML｜invoke name="',
+        "<think>so</think>\n\n<｜DSML｜tool_calls>",
     ),
-    "minimax-m2": ("<minimax:tool_call>", "<think>so</think>\n<minimax:tool_call>"),
-    "deepseek-dsml": ("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>", "<think>so</think>\n\n<｜DSML｜tool_calls>"),
     "granite-3": ("<|tool_call|>",),
     "nemotron-nano-v2": ("<TOOLCALL>",),
     "seed-oss": ("<seed:tool_call>", "<seed:think>so</seed:think>\n<seed:tool_call>"),
@@ -96,12 +96,15 @@ TAGS = (
     *("<tool_call>", "</tool_call>", "<think>", "</think>", "<arg_key>", "</arg_value>"),
     *("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]", "<|python_tag|>"),
     *("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>", "<|call|>"),
-    *("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"),
+    *("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "｜DSML｜"),
+    *("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|tool_call|>", "<|/tool_call|>"),
+    *("<|START_ACTION|>", "<|END_ACTION|>", "<TOOLCALL>"),
 )
 WORDS = (
     *TAGS,
     *(opening for openings in OPENINGS.values() for opening in openings),
     *('{"name": "x", "parameters": {}}', "; ", "<function=x>", "<parameter=y>", " to=x", "sh<｜tool▁sep｜>{}", "<"),
+    *('<invoke name="', "</invoke>", "<｜DSML｜invoke name=", "</｜DSML｜invoke>"),
 )
 PROMPT = {"gpt-oss": "<|start|>assistant"}
 
