@@ -33,7 +33,7 @@ def llama(**changes: Any) -> Any:
     [
         ("falcon", TORCH),
         ("deepseek-v3", GATHERED),
-        ("jamba", Way(prefills_whole=True)),
+        ("jamba", PACKED),
         ("gemma4", PACKED),
         ("gpt-neo", None),
         ("bloom", None),
