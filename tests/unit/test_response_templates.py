@@ -5,6 +5,7 @@
 import json
 import logging
 import random
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
@@ -624,6 +625,25 @@ def test_a_long_text_of_any_pieces_is_kept() -> None:
     text = "".join(dice.choice([" ", "\n", "<", "<tool", "x", "</think>", "é", "```"]) for _ in range(20_000))
     reader = reader_of(shipped_template("qwen3"))
     assert message(reader, text, 3)["content"] == text
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("gemma4", '<|tool_call>call:f{a:"' + '\\"' * 8000),
+        ("gemma4", '<|tool_call>call:f{a:"' + '\\"' * 8000 + "}"),
+        ("lfm2", "<|tool_call_start|>[f(x='" + "\\'" * 8000),
+        ("functiongemma", f"<start_function_call>call:{'f' * 16_000}"),
+        ("kimi-k2", f"<|tool_call_begin|>f:{'0' * 16_000}"),
+        ("qwen3-coder", "<function=f>" + "<parameter=" * 4000),
+        ("command-r", "Action:```json [" * 1500),
+        ("mistral-args", '[TOOL_CALLS]f[ARGS]{"a":"' * 900),
+    ],
+)
+def test_parts_of_calls_that_never_end_are_content_in_linear_time(name: str, text: str) -> None:
+    before_s = time.process_time()
+    assert message(reader_of(shipped_template(name)), text, 4) == wanted(text, None, [])
+    assert time.process_time() - before_s < 2
 
 
 def test_a_run_of_white_space_is_cut() -> None:
