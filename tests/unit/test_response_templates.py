@@ -610,6 +610,18 @@ def test_a_call_that_is_cut_off_is_content() -> None:
         assert message(reader_of(shipped_template("hermes")), text, step) == wanted(text, None, [])
 
 
+@pytest.mark.parametrize("number", [2**53 - 1, 2**53, -123456789012345678])
+def test_a_large_number_in_python_loses_no_call(number: int) -> None:
+    schema = {"type": "object", "properties": {"id": {"type": "integer"}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    chat = parse_chat('[{"role": "user", "content": "x"}]', {"tools": tools}, 1000)
+    reader = MessageFormat(shipped_template("lfm2"), {}).plan(chat, "", is_constrained=False).build_reader()
+    reader.feed(f"<|tool_call_start|>[f(id={number}, note='{number}')]<|tool_call_end|>")
+    reader.finish()
+    [call] = reader.message()["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"id": number, "note": str(number)}
+
+
 def test_only_one_call_without_parallel_calls() -> None:
     reader = reader_of(shipped_template("hermes"), parallel_tool_calls=False)
     assert message(reader, CALL * 3) == wanted(None, None, [CITY])
