@@ -247,7 +247,7 @@ def test_states_that_are_kept_take_no_memory_of_slots_that_nobody_has_used() -> 
     layer, size = SlotStatesLayer(), 1 << 22
     layer.begin(SimpleNamespace(ranges=[SimpleNamespace(slot=0, start=0)]))  # type: ignore[arg-type]
     layer.recurrent_states[0] = torch.zeros(1, size // 4)
-    layer.recurrent_states[0].fill_(7)  # type: ignore[union-attr]
+    layer.recurrent_states[0].fill_(7)
     before = resident()
     for slot in range(64, 68):
         layer.recurrent_states.copy_slots([(slot - 1 if slot > 64 else 0, slot)])
