@@ -2,8 +2,8 @@
 """Stand-ins for the modules of torch's compiler, which nobody compiles with but transformers and torch import.
 
 transformers marks functions for the compiler, and torch asks it about shapes on the device `meta`: 1.5 seconds of
-processor time, 800 modules and 70 MB in each process. A stand-in answers what they ask; whatever else is asked of one
-imports the compiler itself, in place of all of them.
+processor time, 800 modules and 70 MB in each process. A stand-in answers what they ask; whatever else is asked of one,
+or by others, imports the compiler itself, in place of all of them.
 """
 
 from __future__ import annotations
@@ -11,10 +11,15 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import sys
+import threading
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Final
+
+ASKING: Final = "torch", "transformers"
+"""Packages whose questions are answered: to others a class of a stand-in is not that of the module."""
+_removing = threading.Lock()
 
 
 def put_stand_ins() -> None:
@@ -35,11 +40,21 @@ class _StandIn(ModuleType):
     def __init__(self, spec: ModuleSpec) -> None:
         super().__init__(spec.name)
         self.__spec__, self.__file__, self.__path__ = spec, spec.origin, spec.submodule_search_locations or []
-        self.__dict__.update(STAND_INS[spec.name])
 
     def __getattr__(self, name: str) -> Any:
+        answers = STAND_INS[self.__name__]
+        if name in answers and sys.modules.get(self.__name__) is self and _asking_package() in ASKING:
+            return answers[name]
         _remove_stand_ins()
         return getattr(importlib.import_module(self.__name__), name)
+
+
+def _asking_package() -> str:
+    """The package whose code takes an attribute of a stand-in, by an import too."""
+    frame = sys._getframe(2)
+    while (package := str(frame.f_globals.get("__name__")).partition(".")[0]) == "importlib" and frame.f_back:
+        frame = frame.f_back
+    return package
 
 
 class _Submodules(MetaPathFinder, Loader):
@@ -60,10 +75,11 @@ class _Submodules(MetaPathFinder, Loader):
 
 
 def _remove_stand_ins() -> None:
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Submodules)]
-    for name in STAND_INS:
-        if isinstance(sys.modules.get(name), _StandIn):
-            del sys.modules[name]
+    with _removing:  # another thread may have begun to import what one would remove
+        sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Submodules)]
+        for name in STAND_INS:
+            if isinstance(sys.modules.get(name), _StandIn):
+                del sys.modules[name]
 
 
 def _mark(function: Any = None, *_: object, **__: object) -> Any:

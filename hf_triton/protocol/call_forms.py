@@ -111,8 +111,9 @@ def call_grammar(form: CallForm, tools: Tools, held: Collection[str], *, is_para
         separator = list(_parts(form.separator, {}))
     text = json.dumps({"alternatives": alternatives, "separator": separator}, ensure_ascii=False)
     about = param("tools")
-    if len(text) > MAX_GRAMMAR:
-        sentence = f"{about} have strict schemas of {len(text)} characters; up to {MAX_GRAMMAR} can be enforced"
+    distinct = {json.dumps(part, ensure_ascii=False) for parts in alternatives for part in parts}  # compiled once
+    if (size := sum(map(len, distinct))) > MAX_GRAMMAR:
+        sentence = f"{about} have strict schemas of {size} characters; up to {MAX_GRAMMAR} can be enforced"
         raise RequestError("invalid_parameter", sentence)
     if len(functions) == 1:
         about = f"{param('tools')}: the schema of the tool {clip(functions[0]['name'])}"

@@ -32,6 +32,7 @@ class _Slots(dict[int, torch.Tensor | None]):
         super().__init__(dict.fromkeys(numbers))
         self._layer = layer
         self._slots: list[int] = []
+        self._used: set[int] = set()  # slots that have had states
         self._step: StepTensors
         self._rows: dict[int, torch.Tensor] = {}
         self._is_copied = False
@@ -53,6 +54,7 @@ class _Slots(dict[int, torch.Tensor | None]):
         """Rows are views if the slots are consecutive, else copies that `end` writes back; no slots: the device's."""
         self._step, self._slots, self._rows = step, slots, {}
         self._is_copied = not slots or slots != list(range(slots[0], slots[0] + len(slots)))
+        self._used.update(slots)
         self._grow(max(slots, default=NO_SLOT) + 1)
         if is_new:  # one sequence, whose rows are views
             for number in self:
@@ -61,6 +63,7 @@ class _Slots(dict[int, torch.Tensor | None]):
 
     def copy_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy states, each from one slot to another; all are read before any is written."""
+        self._used.update(target for _, target in pairs)
         self._grow(max(target for _, target in pairs) + 1)
         for buffer in self.buffers():
             if len(pairs) == 1:
@@ -71,17 +74,24 @@ class _Slots(dict[int, torch.Tensor | None]):
 
     def trim(self, num_slots: int) -> None:
         """Give back the memory of slots from this one on."""
+        self._used = {slot for slot in self._used if slot < num_slots}
         for number, buffer in self.items():
             if buffer is not None and len(buffer) > num_slots:
-                super().__setitem__(number, buffer[:num_slots].clone())
+                self._resize(number, buffer, num_slots)
 
     def _grow(self, num_slots: int) -> None:
-        """Have room for so many; on a CPU the memory of those that nobody has used is not touched."""
+        """Have room for so many."""
         for number, buffer in self.items():
             if buffer is not None and len(buffer) < num_slots:
-                grown = buffer.new_empty(max(2 * len(buffer), num_slots), *buffer.shape[1:])
-                grown[: len(buffer)] = buffer
-                super().__setitem__(number, grown)
+                self._resize(number, buffer, max(2 * len(buffer), num_slots))
+
+    def _resize(self, number: int, buffer: torch.Tensor, num_slots: int) -> None:
+        """Move the states that there are; on a CPU the memory of slots that nobody has used is not touched."""
+        resized = buffer.new_empty(num_slots, *buffer.shape[1:])
+        for slot in self._used:
+            if slot < len(buffer):
+                resized[slot] = buffer[slot]
+        super().__setitem__(number, resized)
 
     def end(self) -> None:
         if self._is_copied:

@@ -226,7 +226,8 @@ class Keeper:
         response["store"] = self.store.put(stored, self.key)
         if response.get(IN_BACKGROUND) and stored.num_bytes > self.store.max_bytes:
             response |= TOO_LARGE
-            response["store"] = self.store.put(self.stored(response), self.key)
+            without_events = StoredResponse(response, self.past, self.input)  # its events may be too large alone
+            response["store"] = any(self.store.put(each, self.key) for each in (self.stored(response), without_events))
         if self.events is not None:
             self.events.end(response, num_bytes)
 

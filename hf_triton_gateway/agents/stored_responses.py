@@ -32,7 +32,10 @@ async def retrieve_response(
     if not stream:
         return await json_response(stored.num_bytes, dict, stored.response)
     if stored.events is None:
-        message = "stream is for responses that were made with background and stream true: leave it out"
+        message = (
+            "stream is for responses that were made with background and stream true, and whose events are not more "
+            "than are kept (--max-stored-bytes): leave it out"
+        )
         raise ApiError(400, message, param="stream", code="invalid_parameter")
     return EventStream(request, stored.events.follow(starting_after))
 

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models with recurrent states: a state cannot go back, so no step may run on it twice."""
 
+import mmap
 import random
 import threading
 from collections.abc import Callable
 from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +22,7 @@ from hf_triton.errors import HfTritonError, RequestError
 from hf_triton.runner.budget import TokenBudget
 from hf_triton.runner.device import ChunkSizes
 from hf_triton.runner.model_runner import PACKED, ModelRunner
-from hf_triton.runner.state_slots import decodes_as_it_prefills
+from hf_triton.runner.state_slots import SlotStatesLayer, decodes_as_it_prefills
 from hf_triton.runner.step import Step
 from hf_triton.sampling.params import SamplingParams
 from tests.support.architectures import STATES, build
@@ -235,3 +238,20 @@ def test_a_sequence_begins_without_its_slots_former_state(model: Any) -> None:
             for state in layer.states() if hasattr(layer, "states") else ():
                 state.fill_(torch.nan)
         check(model, Client(engine), [(random_tokens(length, length), SamplingParams(4)) for length in (1, 30)])
+
+
+def test_states_that_are_kept_take_no_memory_of_slots_that_nobody_has_used() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    layer, size = SlotStatesLayer(), 1 << 22
+    layer.begin(SimpleNamespace(ranges=[SimpleNamespace(slot=0, start=0)]))  # type: ignore[arg-type]
+    layer.recurrent_states[0] = torch.zeros(1, size // 4)
+    layer.recurrent_states[0].fill_(7)
+    before = resident()
+    for slot in range(64, 68):
+        layer.recurrent_states.copy_slots([(slot - 1 if slot > 64 else 0, slot)])
+        assert layer.states()[0][slot, -1] == 7
+    layer.trim(64)
+    assert resident() - before < 16 * size
+    assert layer.states()[0][0, -1] == 7

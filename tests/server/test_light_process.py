@@ -50,12 +50,14 @@ from hf_triton.settings import ModelSettings
 
 import_transformers([], ModelSettings(huggingface_model="x"))
 assert importlib.util.find_spec("sympy").origin and torch.distributed.is_available() and not "sympy.core" in sys.modules
+early = sys.modules["sympy"]
 {first}
 assert torch.compile(lambda x: x + 1, backend="eager", fullgraph=True)(torch.ones(1)).item() == 2
 import sympy, torch._dynamo, torch._dynamo.utils as utils, torch.distributed.tensor
 from transformers.masking_utils import TransformGetItemToIndex
 with TransformGetItemToIndex():
     assert torch.arange(9)[torch.tensor(4)].item() == 4
+assert isinstance(early.Symbol("x"), (early.Basic, sympy.Basic)) and isinstance(sympy.Integer(1), early.Basic)
 assert sympy.Symbol("x") + 0 == sympy.Symbol("x") and torch._dynamo.utils is utils is sys.modules["torch._dynamo.utils"]
 """
 
@@ -97,7 +99,7 @@ def test_what_a_folder_asks_for_is_seen_and_own_code_imports_the_rest(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "first", ["import torch", "from torch._dynamo.utils import warn_once", "import sympy; sympy.Symbol"]
+    "first", ["import torch", "from torch._dynamo.utils import warn_once", "from sympy import Basic; Basic.args"]
 )
 def test_torchs_compiler_comes_when_own_code_asks_for_it(first: str) -> None:
     code = "import torch\n" + COMPILES.format(first=first)

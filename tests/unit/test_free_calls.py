@@ -371,6 +371,13 @@ def test_a_strict_tool_that_cannot_be_held_is_refused(name: str, tool: dict[str,
     assert caught.value.code == "invalid_parameter"
 
 
+def test_a_form_of_several_ways_takes_as_many_tools() -> None:
+    tools = [{**with_argument({"enum": [f"{index}" * 1000]}), "name": f"f{index}"} for index in range(10, 30)]
+    Writer("gpt-oss", chat_of(tools), is_special=True)
+    with pytest.raises(RequestError, match="up to 65536 can be enforced"):
+        Writer("gpt-oss", chat_of([with_argument({"enum": ["a" * 70_000]})]), is_special=True)
+
+
 def test_a_template_of_the_checkpoint_s_own_with_calls_between_tags_is_held() -> None:
     spec = {name: value for name, value in shipped_template("hermes").items() if name != "calls"}
     writer = Writer("own", chat_of(), is_special=True, spec=spec)

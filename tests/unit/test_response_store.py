@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from hf_triton_gateway.agents.event_log import EventLog
 from hf_triton_gateway.agents.response_store import Keeper, ResponseStore, StoredResponse
 from hf_triton_gateway.http.api_errors import ApiError
 
@@ -163,6 +164,17 @@ def test_one_too_large_to_keep_is_kept_as_failed() -> None:
     asyncio.run(Keeper(store, b"", (), ()).keep(response, 0))
     kept = store.get("a", b"").response
     assert (kept["status"], kept["output"], kept["store"]) == ("failed", [], True)
+
+
+def test_one_whose_events_are_too_large_to_keep_ends_too() -> None:
+    """Events repeat the request: those of a response that begins have thrice its bytes."""
+    store, events = ResponseStore(100, 2000, 60.0), EventLog()
+    response = {**stored("a").response, "background": True, "status": "completed"}
+    Running(store, "a")
+    events.append(b"data: %s\n\n" % (b"x" * 2000))
+    asyncio.run(Keeper(store, b"", (), (), events).keep(response, 0))
+    kept = store.get("a", b"")
+    assert (kept.response["status"], kept.response["store"], kept.events) == ("failed", True, None)
 
 
 def test_none_are_kept() -> None:

@@ -5,6 +5,7 @@
 import json
 import logging
 import random
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
@@ -609,6 +610,18 @@ def test_a_call_that_is_cut_off_is_content() -> None:
         assert message(reader_of(shipped_template("hermes")), text, step) == wanted(text, None, [])
 
 
+@pytest.mark.parametrize("number", [2**53 - 1, 2**53, -123456789012345678])
+def test_a_large_number_in_python_loses_no_call(number: int) -> None:
+    schema = {"type": "object", "properties": {"id": {"type": "integer"}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    chat = parse_chat('[{"role": "user", "content": "x"}]', {"tools": tools}, 1000)
+    reader = MessageFormat(shipped_template("lfm2"), {}).plan(chat, "", is_constrained=False).build_reader()
+    reader.feed(f"<|tool_call_start|>[f(id={number}, note='{number}')]<|tool_call_end|>")
+    reader.finish()
+    [call] = reader.message()["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"id": number, "note": str(number)}
+
+
 def test_only_one_call_without_parallel_calls() -> None:
     reader = reader_of(shipped_template("hermes"), parallel_tool_calls=False)
     assert message(reader, CALL * 3) == wanted(None, None, [CITY])
@@ -624,6 +637,25 @@ def test_a_long_text_of_any_pieces_is_kept() -> None:
     text = "".join(dice.choice([" ", "\n", "<", "<tool", "x", "</think>", "é", "```"]) for _ in range(20_000))
     reader = reader_of(shipped_template("qwen3"))
     assert message(reader, text, 3)["content"] == text
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("gemma4", '<|tool_call>call:f{a:"' + '\\"' * 8000),
+        ("gemma4", '<|tool_call>call:f{a:"' + '\\"' * 8000 + "}"),
+        ("lfm2", "<|tool_call_start|>[f(x='" + "\\'" * 8000),
+        ("functiongemma", f"<start_function_call>call:{'f' * 16_000}"),
+        ("kimi-k2", f"<|tool_call_begin|>f:{'0' * 16_000}"),
+        ("qwen3-coder", "<function=f>" + "<parameter=" * 4000),
+        ("command-r", "Action:```json [" * 1500),
+        ("mistral-args", '[TOOL_CALLS]f[ARGS]{"a":"' * 900),
+    ],
+)
+def test_parts_of_calls_that_never_end_are_content_in_linear_time(name: str, text: str) -> None:
+    before_s = time.process_time()
+    assert message(reader_of(shipped_template(name)), text, 4) == wanted(text, None, [])
+    assert time.process_time() - before_s < 2
 
 
 def test_a_run_of_white_space_is_cut() -> None:

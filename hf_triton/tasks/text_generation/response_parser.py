@@ -36,6 +36,8 @@ MAX_PIECE: Final = 256
 """Characters that are parsed at once: patterns that begin with white space take quadratic time."""
 MAX_SPACE: Final = 1024
 """Characters that a run of white space keeps: a model may write nothing else until its tokens are used up."""
+MAX_BROKEN: Final = 16
+"""Values of a completion that never end: each is read up to the end of the text."""
 MAX_SEARCH_S: Final = 3
 """CPU time, of all threads of the process, that one search for a pattern of the template may take."""
 NUM_KEPT: Final = 256
@@ -56,6 +58,7 @@ def _parser_class() -> Any:
         _opened_at = 0
         _num_prefix = 0
         _depth: JsonDepth | None = None  # of the region's value, which has not ended yet
+        _num_broken = 0
         _is_cut = False
         _is_unclosed = False
         _calls: Mapping[int, Call] = MappingProxyType({})  # in tags
@@ -136,7 +139,10 @@ def _parser_class() -> Any:
             return False
 
         def _close_broken_value(self, field: Any) -> Any:
-            """The first closing tag that is not within a string of a value that never ends."""
+            """The first closing tag that is not within a string of a value that never ends; `MAX_BROKEN` values may."""
+            self._num_broken += 1
+            if self._num_broken > MAX_BROKEN:
+                raise ValueError(f"more than {MAX_BROKEN} values never end")
             depth, start = depth_of(field) or JsonDepth(), self._pos
             for match in () if field.close_re is None else field.close_re.finditer(self._buffer, start):
                 for letter in self._buffer[start : match.start()]:
@@ -180,6 +186,8 @@ def _parser_class() -> Any:
             field = self._raw_field()
             if field is None:
                 return
+            if self._depth is not None:
+                raise ValueError("a value that never ends")  # parsers take quadratic time to find it
             self._try_tags(field)
             if field.name != TOOL_CALLS:
                 return

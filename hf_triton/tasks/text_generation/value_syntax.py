@@ -15,12 +15,17 @@ from hf_triton.tasks.text_generation.message import JsonDepth
 
 PYTHON: Final = "python-call-list"
 """transformers' name of the content that is a list of calls in Python."""
-STRING: Final = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"", re.DOTALL)
+STRING: Final = re.compile(r"'(?:\\.|[^'\\])*(?:'|\\?\Z)|\"(?:\\.|[^\"\\])*(?:\"|\\?\Z)", re.DOTALL)
+"""One of Python; the last may be cut off, or each quote in it would be tried as the beginning of one."""
 ESCAPE: Final = re.compile(r"\\(u[0-9a-fA-F]{4}|.)|[\n\r]", re.DOTALL)
 BARE: Final = (
-    r'"(?:\\.|[^"\\])*"|(?<=[{,])\s*(?P<key>[^\s{}\[\],:"][^{}\[\],:"]{0,256})(?=:)|\b(?P<name>True|False|None)\b'
+    r'"(?:\\.|[^"\\])*(?:"|(?P<cut>\\?\Z))|'
+    r'(?<=[{,])\s*(?P<key>[^\s{}\[\],:"][^{}\[\],:"]{0,256})(?=:)|\b(?P<name>True|False|None)\b'
 )
-"""A string of JSON, a key without quotes, and what Python calls otherwise than JSON."""
+"""A string of JSON, perhaps cut off, a key without quotes, and what Python calls otherwise than JSON."""
+PYTHON_TOKEN: Final = re.compile(rf"{STRING.pattern}|(?P<number>(?<![\w.])-?[0-9]{{16,400}}(?![\w.]))", re.DOTALL)
+MAX_NUMBER: Final = 2**53 - 1
+"""The largest whole number that transformers reads in Python."""
 LINE_ENDS: Final = {"\n": "\\n", "\r": "\\r", "\\\n": ""}
 PLAIN: Final = {"True": "true", "False": "false", "None": "null"}
 
@@ -36,16 +41,29 @@ def depth_of(field: Any) -> JsonDepth | None:
 
 
 def plain_text(field: Any, text: str) -> str:
-    """A region's value as transformers' content parser reads it."""
+    """A region's value as transformers' content parser reads it.
+
+    Raises:
+        ValueError: A string never ends, which that parser takes quadratic time to find.
+    """
     if field.content == PYTHON:
-        return STRING.sub(lambda string: ESCAPE.sub(_escape, string[0]), text)
+        return PYTHON_TOKEN.sub(_python_token, text)
     if field.content == "json" and (delims := field.content_args.get("string_delims")):
         strings = "|".join(f"{re.escape(start)}(.*?){re.escape(end)}" for start, end in delims)
         return re.sub(f"{strings}|{BARE}", _plain_token, text, flags=re.DOTALL)
     return text
 
 
+def _python_token(match: re.Match[str]) -> str:
+    """A string; or a whole number, as text if it is too large: the schema makes it a number again."""
+    if match["number"] is None:
+        return ESCAPE.sub(_escape, match[0])
+    return match[0] if abs(int(match[0])) <= MAX_NUMBER else f'"{match[0]}"'
+
+
 def _plain_token(match: re.Match[str]) -> str:
+    if match["cut"] is not None:
+        raise ValueError("a string that never ends")
     if match["name"]:
         return PLAIN[match["name"]]
     string = next((string for string in match.groups() if string is not None), None)
