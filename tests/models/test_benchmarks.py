@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmarks run to their end, on little."""
+"""Benchmarks start, and those of the engine run to their end, on little."""
 
 import importlib
 import re
@@ -14,9 +14,9 @@ from click.testing import CliRunner
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.options import EngineOptions
 from hf_triton.errors import HfTritonError
-from hf_triton.runner.cpu import linear_kernel
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
+SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if "\nif __name__ ==" in path.read_text(encoding="utf-8"))
 
 
 @pytest.fixture
@@ -49,38 +49,17 @@ def test_a_failed_request_is_no_figure(benchmark: ModuleType) -> None:
         engine.close()
 
 
+@pytest.mark.parametrize("benchmark", SCRIPTS, indirect=True)
+def test_every_benchmark_says_what_it_takes(benchmark: ModuleType) -> None:
+    assert "--help" in run(benchmark, "--help")
+
+
 def run(benchmark: ModuleType, arguments: str) -> str:
     threads = torch.get_num_threads()
     try:
         return CliRunner().invoke(benchmark.main, arguments.split(), catch_exceptions=False).stdout
     finally:
         torch.set_num_threads(threads)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("benchmark", ["encoder"], indirect=True)
-def test_encoders_are_measured_beside_padding(benchmark: ModuleType) -> None:
-    output = run(benchmark, "--rounds 1 --requests 64")
-    assert re.search(r"64 clients +as they come +[\d.]+ +[\d.]+", output)
-    assert re.search(r"128 texts +engine +[\d.]+ +1.00", output)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("benchmark", ["apart"], indirect=True)
-def test_tokenizer_apart_is_measured_beside_one_folder(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(benchmark, "CASES", {"alone ms": benchmark.alone})
-    assert re.search(r"alone ms +[\d.]+ +[\d.]+ +[\d.]+ +[\d.]+-[\d.]+", run(benchmark, "--rounds 2"))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("benchmark", ["hybrid"], indirect=True)
-def test_hybrid_models_are_measured_in_both_engines(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(benchmark, "MODELS", dict(list(benchmark.MODELS.items())[:1]))
-    lines = run(benchmark, "--rounds 1 --requests 2").splitlines()
-    assert len(lines) == 1 + len(benchmark.MODELS)
-    for line in lines[1:]:
-        batch, continuous, ratio = map(float, line.split()[-3:])
-        assert continuous / batch == pytest.approx(ratio, abs=0.1)
 
 
 @pytest.mark.full
@@ -96,27 +75,6 @@ def test_agents_are_measured_with_what_they_share(benchmark: ModuleType) -> None
     assert min(times_ms) > 0
     held, gap = map(float, re.findall(r" ([\d.]+)(?= |$)", lines[1]))
     assert held >= gap > 0
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("benchmark", ["linear"], indirect=True)
-def test_the_benchmark_of_linear_layers_has_all_ways(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    if linear_kernel.can_run(torch.float32) and linear_kernel.can_run(torch.bfloat16):
-        monkeypatch.setattr(benchmark, "NUM_BYTES", 1e6)
-        monkeypatch.setattr(benchmark, "TOLERANCE", float("inf"))
-        run = CliRunner().invoke(benchmark.main, ["--rounds", "1"], catch_exceptions=False)
-        ratios = [float(line.split()[-3]) for line in run.stdout.splitlines()[1:]]
-        assert len(ratios) == 2 * len(benchmark.SHAPES) * len(benchmark.COUNTS)
-        assert min(ratios) > 0
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("benchmark", ["paged_attention"], indirect=True)
-def test_the_attention_benchmark_has_all_ways(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(benchmark, "LOADS", ((2, 70),))
-    monkeypatch.setattr(benchmark, "DTYPES", (torch.float32,))
-    monkeypatch.setattr(benchmark, "CACHES_BYTES", 1)
-    assert re.search(r"float32 2 x 70( +[\d.]+){3}$", run(benchmark, "--repetitions 2"), re.MULTILINE)
 
 
 @pytest.mark.full
