@@ -239,33 +239,27 @@ def test_an_adapter_that_overflows_harms_no_other_row(tmp_path: Path, monkeypatc
         torch.testing.assert_close(found[:2], expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
+def test_adapters_without_a_slot_run_eagerly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    reasons: list[tuple[dict[str, Any], str]] = [
         ({"r": 7}, "its rank 7 is larger than 6, the largest at load"),
         ({"target_modules": ["k_proj"]}, "k_proj, which no adapter did at load"),
         ({"target_modules": ["lm_head", "q_proj"]}, "lm_head, which computes logits"),
         ({"lora_bias": True}, "q_proj by other means"),
         ({"trainable_token_indices": [5]}, "embed_tokens by other means"),
-    ],
-)
-def test_adapters_without_a_slot_run_eagerly(
-    config: dict[str, Any],
-    words: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level("INFO")
-    targets = {"target_modules": ["q_proj", "v_proj"], "r": 6}
-    adapted = Adapted(tmp_path, monkeypatch, {"first": targets})
+    ]
+    adapted = Adapted(tmp_path, monkeypatch, {"first": {"target_modules": ["q_proj", "v_proj"], "r": 6}})
     with closing(adapted.engine):
-        other = adapted.load("other", **{"target_modules": ["q_proj"], **config})
-        assert words in caplog.text
-        assert "adapter other: its steps run eagerly" in caplog.text
+        others = []
+        for number, (config, words) in enumerate(reasons):
+            others.append(adapted.load(f"other{number}", **{"target_modules": ["q_proj"], **config}))
+            assert words in caplog.text
+            assert f"adapter other{number}: its steps run eagerly" in caplog.text
         adapted.check(adapted.loaded["first"], None)
         assert adapted.num_eager == 0
-        adapted.check(adapted.loaded["first"], other, None)
+        adapted.check(adapted.loaded["first"], *others, None)
         assert adapted.num_eager > 0
 
 
