@@ -31,7 +31,7 @@ from tests.support.simulated_gpu import HAS_GPU, Device
 pytestmark = pytest.mark.full
 MODELS = (
     *("llama", "falcon", "gpt-bigcode", "phi3-longrope", "mistral-window", "gemma2", "gpt-oss", "llama4"),
-    *("deepseek-v3", "falcon-h1", "jamba"),
+    *("deepseek-v3", "falcon-h1"),
 )
 """Of each way to run, each kind of mask and each kind of attention."""
 PLANS = {
