@@ -11,14 +11,14 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any, Final
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from hf_triton.errors import panics_as_errors, where
-from hf_triton.grammar.constraint import Bits, GrammarConstraint
+from hf_triton.grammar.constraint import GrammarConstraint
 from hf_triton.grammar.free_calls import CallPlan, CallsConstraint, Ends, FreeText, Opening, as_bytes, as_text
 from hf_triton.grammar.guidance_tokenizer import build_guidance_tokenizer
 from hf_triton.grammar.matcher import LIMITS, build_matcher, rejection
@@ -27,7 +27,7 @@ from hf_triton.grammar.thinking import TagTokens, ThinkingConstraint
 from hf_triton.protocol.structured_output import Grammar
 from hf_triton.protocol.thinking_switches import Thinking
 from hf_triton.sampling.params import SamplingParams
-from hf_triton.sampling.types import Constraint
+from hf_triton.sampling.types import Bits, Constraint, bits_of
 from hf_triton.sentence import param, remedy
 
 logger = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ class GrammarCompiler:
             params, build_call = self.compile(calls.grammar, params)
             ends = self._ends(calls.pattern, calls.last_letter, plan.visible_ids)
             openings.append(Opening(ends, build_call, calls.is_free_behind))
-        free = FreeText(self._texts(plan.visible_ids), openings, plan.thinking, self._bitmask_size())
+        free = FreeText(self._texts(plan.visible_ids), openings, plan.thinking, self._bitmask_size)
         CallsConstraint(free, plan.prefix).bitmask()  # takes a while for the first prompt of a model
         return params, partial(CallsConstraint, free, plan.prefix), partial(CallsConstraint, free)
 
@@ -176,7 +176,7 @@ class GrammarCompiler:
             logger.warning("thinking is not told from the answer: the tokenizer cannot spell its tags")
             return None
         tags = opening.encode(), closing.encode(), lead.encode()
-        return TagTokens(*tags, texts, closing_ids, lead_ids, self._bitmask_size())
+        return TagTokens(*tags, texts, closing_ids, lead_ids, self._bitmask_size)
 
     def _build_texts(self, visible_ids: frozenset[int]) -> list[str]:
         """The text of each token of the model, by id, as `free_calls` has it; none of special ones but the visible."""
@@ -191,6 +191,7 @@ class GrammarCompiler:
         texts = self._texts(visible_ids)
         return Ends(pattern, [(token_id, text) for token_id, text in enumerate(texts) if letter in text])
 
+    @cached_property
     def _bitmask_size(self) -> int:
         """The bits of a grammar's bitmask."""
         guidance = self._build_guidance()
@@ -213,12 +214,10 @@ class GrammarCompiler:
     def _build_bits(self, eos_ids: frozenset[int], size: int) -> tuple[Bits, Bits]:
         """The tokens that may spell text, and those that end it, each `[size]` bits as the library's bitmasks."""
         assert self._guidance is not None
-        is_eos = np.zeros(size, bool)
-        is_eos[[*eos_ids]] = True
-        is_text = ~is_eos
-        is_text[self._vocabulary_size :] = False
-        is_text[self._guidance.eos_token] = False  # the library's own, which the request may have replaced
-        return np.packbits(is_text, bitorder="little"), np.packbits(is_eos, bitorder="little")
+        own_eos = self._guidance.eos_token  # the library's, which the request may have replaced
+        text_ids = (token_id for token_id in range(self._vocabulary_size) if token_id != own_eos)
+        eos_bits = bits_of(eos_ids, size)
+        return bits_of(text_ids, size) & ~eos_bits, eos_bits
 
     def _is_compiled_in_time(self, grammar: Grammar) -> bool:
         with self._lock:

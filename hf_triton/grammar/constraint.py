@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 from llguidance import LLMatcher, LLTokenizer
 
 from hf_triton.errors import HfTritonError, RequestError, as_own_error, panics_as_errors
-from hf_triton.sampling.types import Constraint
+from hf_triton.sampling.types import Bits, Constraint
 
-Bits = npt.NDArray[np.uint8]
 """One bit for each token id, lowest bit first."""
 
 

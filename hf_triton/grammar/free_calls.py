@@ -9,15 +9,14 @@ the grammar goes on with the next one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-import numpy as np
-
 from hf_triton.errors import RequestError
-from hf_triton.grammar.constraint import Bits, GrammarConstraint
+from hf_triton.grammar.constraint import GrammarConstraint
 from hf_triton.protocol.structured_output import Grammar
+from hf_triton.sampling.types import Bits, bits_of
 from hf_triton.sentence import param
 
 NUM_KEPT: Final = 256
@@ -43,7 +42,7 @@ class CallPlan:
     """What is to be held in the free text of one prompt's completions."""
 
     calls: Sequence[Calls]
-    tool_grammars: Sequence[Grammar]
+    tool_grammars: Callable[[], Iterable[Grammar]]
     """The grammars of each tool alone, to find one that is wrong."""
     thinking: tuple[Any, Any] | None
     """The patterns that begin and end thinking, likewise."""
@@ -147,9 +146,7 @@ class CallsConstraint:
         openings = self._free.openings
         if not (token_ids := [each for opening in openings for each in opening.forbidden(self._text, self._start)]):
             return None
-        bits = np.ones(self._free.size, bool)
-        bits[token_ids] = False
-        return np.packbits(bits, bitorder="little")
+        return ~bits_of(token_ids, self._free.size)
 
     def accept(self, token_id: int) -> None:
         """Advance by one token; raises as `GrammarConstraint.accept` does."""

@@ -14,13 +14,12 @@ start the model writes the opening tag, or the lead without what the prompt has 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, Literal
 
 import numpy as np
 
-from hf_triton.grammar.constraint import Bits
-from hf_triton.sampling.types import Constraint
+from hf_triton.sampling.types import Bits, Constraint, bits_of
 
 SPACE: Final = b" \t\r\n"
 MAX_SPACES: Final = 4
@@ -52,7 +51,7 @@ class TagTokens:
         self.texts = texts
         self.size = size
         self.closing_ids, self.lead_ids = closing_ids, lead_ids
-        self.spaces = _bits((token_id for token_id, text in enumerate(texts) if text and not text.strip(SPACE)), size)
+        self.spaces = bits_of((token_id for token_id, text in enumerate(texts) if text and not text.strip(SPACE)), size)
         self.openers = self._find_openers(size)
         """The tokens that go on with `opening`, by the number of its bytes that are written."""
         self.leaders = self._find_leaders(size)
@@ -72,7 +71,7 @@ class TagTokens:
             if text and (text in self.opening or text.startswith(tuple(rests)))
         }
         return [
-            _bits((token_id for token_id, text in candidates.items() if self._goes_on(rest, text)), size)
+            bits_of((token_id for token_id, text in candidates.items() if self._goes_on(rest, text)), size)
             for rest in rests
         ]
 
@@ -83,7 +82,8 @@ class TagTokens:
         candidates = {token_id: text for token_id, text in enumerate(self.texts) if text and text in self.lead}
         rests = (self.lead[start:] for start in range(len(self.lead)))
         return [
-            _bits((token_id for token_id, text in candidates.items() if rest.startswith(text)), size) for rest in rests
+            bits_of((token_id for token_id, text in candidates.items() if rest.startswith(text)), size)
+            for rest in rests
         ]
 
     def _find_breakers(self, size: int) -> list[Bits]:
@@ -93,7 +93,7 @@ class TagTokens:
         }
         starts = [self.closing[:num] for num in range(len(self.closing))]
         return [
-            _bits(
+            bits_of(
                 (
                     token_id
                     for token_id, text in candidates.items()
@@ -151,7 +151,7 @@ class ThinkingConstraint:
     def bitmask(self) -> Bits | None:
         """The tokens that may come next, None for any; raises as `GrammarConstraint.bitmask` does."""
         if self._forced:
-            return _bits([self._forced[0]], self._tags.size)
+            return bits_of([self._forced[0]], self._tags.size)
         if self._answer is None:
             return None
         if self._phase == "thinking":
@@ -218,12 +218,6 @@ class ThinkingConstraint:
         self._tail = tail[max(len(tail) - len(closing) + 1, 0) :]
         if self._num_left == 0 and not self._forced:
             self._forced.extend(self._tags.closing_ids)
-
-
-def _bits(token_ids: Iterable[int], size: int) -> Bits:
-    bits = np.zeros(size, bool)
-    bits[[*token_ids]] = True
-    return np.packbits(bits, bitorder="little")
 
 
 def _either(bits: Bits | None, others: Bits) -> Bits | None:

@@ -3,16 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Callable
 
 from hf_triton.errors import RequestError
-from hf_triton.sampling.types import Constraint
+from hf_triton.sampling.types import Bits, Constraint
 from hf_triton.sentence import param
 
-Bits = npt.NDArray[np.uint8]
 ALLOWED_TOKEN_IDS = "allowed_token_ids"
 
 
@@ -20,7 +16,7 @@ class AllowedTokens:
     """A constraint of one sequence, as `sampling.types.Constraint`.
 
     Args:
-        bits: The allowed tokens, of `bits_of`.
+        bits: The allowed tokens, see `bits_of`.
         eos_bits: The end-of-sequence tokens: where `other` lets the sequence end, and none of the allowed tokens goes
             on, it ends.
         build_other: Makes the other constraint; None: there is none.
@@ -55,10 +51,3 @@ class AllowedTokens:
     def accept(self, token_id: int) -> None:
         if self._other is not None:
             self._other.accept(token_id)
-
-
-def bits_of(token_ids: Iterable[int], vocabulary_size: int) -> Bits:
-    """A bit for each token id, lowest bit first."""
-    bits = np.zeros(vocabulary_size, bool)
-    bits[[*token_ids]] = True
-    return np.packbits(bits, bitorder="little")

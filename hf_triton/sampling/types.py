@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,6 +13,8 @@ import numpy.typing as npt
 LogitsProcessor = Callable[[list[int], Any], Any]
 """Maps a sequence's token ids, prompt included, and the scores of its next token (float32 tensor `[vocabulary]`) to new
 scores of the same shape."""
+Bits = npt.NDArray[np.uint8]
+"""A bit for each token id, lowest bit first."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +33,8 @@ class TokenLogprobs:
 class Constraint(Protocol):
     """Restricts the tokens of one sequence, such as by a grammar."""
 
-    def bitmask(self) -> npt.NDArray[np.uint8] | None:
-        """The tokens that may come next, at least one: a bit each, lowest bit first; ids beyond its length are banned.
+    def bitmask(self) -> Bits | None:
+        """The tokens that may come next, at least one; ids beyond its length are banned.
 
         None: any token.
 
@@ -45,3 +47,10 @@ class Constraint(Protocol):
 
     def accept(self, token_id: int) -> None:
         """Advance by one token; called once for each, end-of-sequence included. Raises if the token is not allowed."""
+
+
+def bits_of(token_ids: Iterable[int], size: int) -> Bits:
+    """The bits of tokens, of `size` in all; other ids are those of no token."""
+    bits = np.zeros(size, bool)
+    bits[[token_id for token_id in token_ids if 0 <= token_id < size]] = True
+    return np.packbits(bits, bitorder="little")

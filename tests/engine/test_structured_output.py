@@ -23,9 +23,9 @@ from hf_triton.errors import GenerationError
 from hf_triton.grammar.compiler import GrammarCompiler
 from hf_triton.protocol.structured_output import Grammar
 from hf_triton.protocol.thinking_switches import Thinking
-from hf_triton.sampling.allowed_tokens import AllowedTokens, bits_of
+from hf_triton.sampling.allowed_tokens import AllowedTokens
 from hf_triton.sampling.params import SamplingParams
-from hf_triton.sampling.types import Constraint
+from hf_triton.sampling.types import Constraint, bits_of
 from hf_triton.tasks.text_generation.message import MessageReader, ThinkingReader
 from hf_triton.tasks.text_generation.text_codec import TextCodec
 from hf_triton.testing import build_tiny_checkpoint

@@ -114,7 +114,7 @@ def test_strict_tools_of_the_folder_are_those_that_do_not_say_otherwise(checkpoi
         encoded = Encoded(preparer.codec, [0], ("", ""))
         plan = preparer._call_plan(chat, resolve_task_params(), encoded)
         assert plan is not None
-        assert ["plain" in grammar.text or "tight" in grammar.text for grammar in plan.tool_grammars] == [True, True]
+        assert ["plain" in grammar.text or "tight" in grammar.text for grammar in plan.tool_grammars()] == [True, True]
         constrained = resolve_task_params(GenerationParameters(guided_regex="a"))
         assert preparer._call_plan(chat, constrained, encoded) is None
     finally:

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from hf_triton.errors import RequestError
-from hf_triton.sampling.allowed_tokens import AllowedTokens, Bits, bits_of
+from hf_triton.sampling.allowed_tokens import AllowedTokens
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.sampler import sample_tokens
 from hf_triton.sampling.sequence_sampler import SequenceSampler
+from hf_triton.sampling.types import Bits, bits_of
 
 SIZE, EOS = 21, 3
 
@@ -38,6 +39,10 @@ def allowed(*token_ids: int, other: Other | None = None) -> AllowedTokens:
 
 def ids_of(bits: Bits) -> list[int]:
     return np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist()
+
+
+def test_a_token_that_the_model_has_not_has_no_bit() -> None:
+    assert ids_of(bits_of([-1, 0, EOS, SIZE, 2**31], SIZE)) == [0, EOS]
 
 
 def test_a_list_alone_allows_its_tokens_and_never_ends() -> None:

@@ -18,9 +18,9 @@ from hf_triton.protocol.prompts import Prompt, prompt_name
 from hf_triton.protocol.requests import GenerationRequest
 from hf_triton.protocol.thinking_switches import Thinking, switched
 from hf_triton.protocol.tool_choice import ForcedCall
-from hf_triton.sampling.allowed_tokens import AllowedTokens, bits_of
+from hf_triton.sampling.allowed_tokens import AllowedTokens
 from hf_triton.sampling.params import SamplingParams
-from hf_triton.sampling.types import Constraint
+from hf_triton.sampling.types import Constraint, bits_of
 from hf_triton.sentence import param, remedy
 from hf_triton.tasks.checked_hooks import CheckedHooks
 from hf_triton.tasks.hooks import HOOKS
@@ -37,7 +37,7 @@ from hf_triton.tasks.text_generation.resolve import (
     without_beams,
 )
 from hf_triton.tasks.text_generation.response_template import MessageFormat
-from hf_triton.tasks.text_generation.text_codec import TextCodec
+from hf_triton.tasks.text_generation.text_codec import NO_IDS, TextCodec
 from hf_triton.tasks.text_generation.text_to_text import TEXT_FIELDS, Direction, TextToText
 
 if TYPE_CHECKING:
@@ -47,7 +47,6 @@ MAX_INLINE_CHARACTERS = 1000  # of a prompt that is tokenized in the caller's th
 NUM_BAD_WORDS_KEPT = 32  # prompts of a request, and often requests of a client, share their bad words
 NOTHING: Final = SamplingParams(max_new_tokens=1)
 """The parameters of a prompt that is only tokenized."""
-NO_IDS: Final[frozenset[int]] = frozenset()
 NO_DIRECTION: Final = Direction()
 
 
@@ -347,8 +346,8 @@ class PromptPreparer:
                 params, constraint, answer = self._grammars.compile_calls(plan, params)
                 thinking = thinking and replace(thinking, lead="", num_led=0)  # a call stands in place of the lead
         except RequestError:
-            tools = prompt.forced_call or plan
-            for grammar in tools.tool_grammars if tools else ():
+            alone = prompt.forced_call.tool_grammars if prompt.forced_call else plan.tool_grammars() if plan else ()
+            for grammar in alone:
                 self._grammars.compile(grammar, prompt.params)  # to name the tool that is wrong
             raise
         if thinking is not None:

@@ -22,6 +22,7 @@ from hf_triton.errors import RequestError, SettingsError, clip, where
 from hf_triton.grammar.free_calls import CallPlan, Calls
 from hf_triton.protocol.call_forms import CallForm, call_grammar, last_letter, read_call_forms, typed_schema
 from hf_triton.protocol.chat_request import Chat
+from hf_triton.protocol.structured_output import Grammar
 from hf_triton.protocol.thinking_switches import Thinking
 from hf_triton.protocol.validation import suggest
 from hf_triton.sentence import param
@@ -139,9 +140,12 @@ class MessageFormat:
             for form, pattern in self._openings
         ]
         form = self._openings[0][0]
-        alone = [
-            call_grammar(form, [tool], held, is_parallel=False) for tool in tools if tool["function"]["name"] in held
-        ]
+
+        def alone() -> Iterator[Grammar]:
+            for tool in tools:
+                if tool["function"]["name"] in held:
+                    yield call_grammar(form, [tool], held, is_parallel=False)
+
         return CallPlan(calls, alone, thinking, frozenset(template.markers), template.end_of(prompt))
 
     def plan(

@@ -50,8 +50,9 @@ class TextCodec:
         vocabulary = tokenizer.get_vocab()
         self.fill_in = find_form(vocabulary)
         """How its model fills in the middle; None: it has no tokens for that."""
-        self.fill_in_ends = NO_IDS if self.fill_in is None else self.fill_in.end_ids(vocabulary)
-        """The tokens that end the middle, beside end-of-sequence."""
+        ends = NO_IDS if self.fill_in is None else self.fill_in.end_ids(vocabulary)
+        self.fill_in_ends = {token_id for token_id in ends if token_id < vocabulary_size}
+        """The tokens of the model that end the middle, beside end-of-sequence."""
         self.is_fast: bool = tokenizer.is_fast
         """Whether it is the tokenizers library's; one in Python takes ten times as long."""
         self.revises = not self.is_fast  # one in Python may decode "fo@@" and later "foo" (CTRL, BlenderbotSmall)
