@@ -54,3 +54,8 @@ class ModelTraits:
     """Whether full blocks are published."""
     runs_ahead: bool = False
     """Whether a decoding step may start before the tokens of the last one are read."""
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether the prefix cache keeps states beside blocks."""
+        return self.has_states and self.caches_prefixes

@@ -61,7 +61,7 @@ class PrefixCache:
         if not self._traits.has_states:
             for digest in sequence.digests[len(sequence.blocks) :]:
                 self._computing.setdefault(digest, sequence.id)
-        elif self._traits.caches_prefixes:
+        elif self._traits.keeps_states:
             sequence.cuts = self._cuts(sequence)
             for end in sequence.cuts:
                 self._computing.setdefault(sequence.digests[end // self._block_size - 1], sequence.id)
@@ -75,10 +75,11 @@ class PrefixCache:
     def reserve(self, sequence: Sequence, num_tokens: int, num_running: int) -> int:
         """The slot that the states behind a sequence's next tokens are to be copied to; `NOT_KEPT`: to none.
 
-        Decoding sequences take none from others while they are more than half as many as there are slots.
+        For models with states. Decoding sequences take none from others while they are more than half as many as there
+        are slots.
         """
         states, end = self._pool.states, sequence.num_computed + num_tokens
-        if not (self._traits.has_states and self._traits.caches_prefixes) or end % self._block_size:
+        if end % self._block_size:
             return NOT_KEPT
         if num_tokens > 1:
             is_kept = end not in sequence.cuts or states.find(sequence.digests[end // self._block_size - 1]) is not None
@@ -87,6 +88,11 @@ class PrefixCache:
             return NOT_KEPT
         slot = states.reserve_again(sequence.kept)
         return states.reserve() if slot == NOT_KEPT and 2 * num_running <= states.num_slots else slot
+
+    def lose(self, ranges: Iterable[TokenRange]) -> None:
+        """Keep no states of ranges whose output is lost, or that nothing computes."""
+        for tokens in ranges:
+            self._pool.states.free(tokens.kept_slot)
 
     def publish(self, sequence: Sequence, token_range: TokenRange, finite_blocks: Container[int]) -> None:
         """Make the blocks known that a range has filled with tokens that are certain, and the states behind it.

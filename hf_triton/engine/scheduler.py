@@ -15,6 +15,7 @@ from hf_triton.engine.prefix_cache import PrefixCache
 from hf_triton.engine.protocols import EngineLoad, Observer
 from hf_triton.engine.sequence import Sequence, SequenceGroup
 from hf_triton.engine.sequence_admission import SequenceAdmission
+from hf_triton.engine.state_pool import NOT_KEPT
 from hf_triton.engine.step_draft import StepDraft, StepNotes
 from hf_triton.engine.waiting_queue import WaitingQueue
 from hf_triton.errors import GenerationError, HfTritonError
@@ -92,7 +93,7 @@ class Scheduler:
         4. A step may be scheduled before the tokens of the last one are read. A sequence sits it out if the host must
            see its token first.
         """
-        draft = StepDraft(self._traits)
+        draft, keeps_states = StepDraft(self._traits), self._traits.keeps_states
         self._drop_ended()
         for group in self.admission.start_groups(len(self._sequences)):
             self._add(group)
@@ -102,7 +103,8 @@ class Scheduler:
             self._make_way_for_trials()
         for sequence in list(self.running):
             if sequence.is_decoding and sequence.id not in self._awaiting and self._reserve(sequence, 1, draft):
-                draft.add(sequence, 1, self._prefixes.reserve(sequence, 1, len(self.running)))
+                kept_slot = self._prefixes.reserve(sequence, 1, len(self.running)) if keeps_states else NOT_KEPT
+                draft.add(sequence, 1, kept_slot)
         if self.waiting or len(draft.ranges) < len(self.running):
             self._schedule_contexts(draft)
         else:
@@ -135,11 +137,12 @@ class Scheduler:
 
     def _add_chunks(self, contexts: Iterable[Sequence], draft: StepDraft) -> bool:
         """Add the next chunks of contexts; whether there are any."""
-        num_ranges = len(draft.ranges)
+        num_ranges, keeps_states = len(draft.ranges), self._traits.keeps_states
         for sequence in contexts:
             num_tokens = draft.chunk_size(sequence)
             if num_tokens and self._reserve(sequence, num_tokens, draft):
-                kept_slot = self._prefixes.reserve(sequence, num_tokens, len(self.running))
+                num_running = len(self.running)
+                kept_slot = self._prefixes.reserve(sequence, num_tokens, num_running) if keeps_states else NOT_KEPT
                 draft.add(sequence, num_tokens, kept_slot)
         return len(draft.ranges) > num_ranges
 
@@ -148,9 +151,8 @@ class Scheduler:
         needed = self._memory.num_blocks(sequence.num_computed + num_tokens) - len(sequence.blocks)
         while needed and needed > self._pool.num_free:
             youngest = max(self.running, key=lambda other: other.age)
-            removed = draft.remove(youngest)
-            if removed:
-                self._pool.states.free(removed.kept_slot)
+            if (removed := draft.remove(youngest)) is not None:
+                self._prefixes.lose([removed])
             self.preempt([youngest], self._memory.no_memory_error(youngest.num_tokens + 1))
             if youngest is sequence:
                 return False
@@ -233,7 +235,7 @@ class Scheduler:
                 if len(tokens.samples) > 1:
                     self._share_blocks(sequence, tokens.end)
             else:
-                self._pool.states.free(tokens.kept_slot)
+                self._prefixes.lose([tokens])
         num_known = 0
         for sequence_id, token in output.tokens.items():
             sequence = self._sequences.get(sequence_id)
@@ -243,7 +245,7 @@ class Scheduler:
         if num_known:
             self._observer.on_step(num_known)
         while self._unread and (step := self._unread.pop(0)) is not output.step:
-            self._free_kept(step)  # its output was lost, as no sequence was left that it is for
+            self._prefixes.lose(step.ranges)  # its output was lost, as no sequence was left that it is for
 
     def _append(self, sequence: Sequence, token: SampledToken) -> None:
         sequence.num_inflight -= 1
@@ -300,11 +302,6 @@ class Scheduler:
         self.admission.free_slot(sequence)
         sequence.blocks, sequence.num_computed, sequence.prompt_scores = array("q"), 0, []
 
-    def _free_kept(self, step: Step) -> None:
-        """Keep no states of a step whose output is lost."""
-        for tokens in step.ranges:
-            self._pool.states.free(tokens.kept_slot)
-
     # --- preempt -----------------------------------------------------------------------------------------------------
 
     def preempt(self, sequences: list[Sequence], error: HfTritonError | None = None) -> None:
@@ -337,7 +334,7 @@ class Scheduler:
         """
         all_lost = [*self._unread, step]
         for lost in all_lost:
-            self._free_kept(lost)
+            self._prefixes.lose(lost.ranges)
         lost_ids = {sequence_id for lost in all_lost for sequence_id in lost.sequence_ids}
         lost_slots = {slot for lost in all_lost for _, slot in lost.slot_copies}  # of some that had no turn yet
         suspects = [sequence for sequence in self.running if sequence.id in lost_ids or sequence.slot in lost_slots]

@@ -79,7 +79,7 @@ class StatePool:
         return True
 
     def free(self, slot: int) -> None:
-        """Release a reserved slot: its copy was lost, or nobody wants it."""
+        """Release a reserved slot: its copy was lost, or is not needed."""
         if slot in self._reserved:
             self._reserved.remove(slot)
             self._free.append(slot)
