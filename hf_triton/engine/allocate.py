@@ -31,26 +31,8 @@ def allocate_cache(runner: ModelRunner, options: EngineOptions) -> BlockMemory:
         if options.gpu_part.is_set:
             logger.warning("the setting gpu_memory_fraction does nothing on a CPU")
         return _grow_on_demand(runner, max_cache_tokens, options)
-    bytes_per_token, slot_tokens = runner.memory_per_token()
-    beside = (max_num_seqs + 1) * slot_tokens
-    memory = LoadMemory(runner.model, bytes_per_token, options.gpu_part, beside)
-    num_tokens, num_kept = max_cache_tokens, 0
-    if num_tokens is None:
-        num_tokens = _cache_tokens(memory, runner, options)
-        num_kept = _num_kept(runner, options, num_tokens, slot_tokens)
-        if num_kept:
-            smaller = LoadMemory(runner.model, bytes_per_token, options.gpu_part, beside + num_kept * slot_tokens)
-            try:
-                left = _cache_tokens(smaller, runner, options)
-            except CheckpointError:
-                left = 0
-            if left >= min(num_tokens, options.context_length):
-                memory, num_tokens = smaller, min(num_tokens, left)
-            else:
-                logger.info("the prefix cache keeps no states: too few tokens would be left of the KV cache")
-                num_kept = 0
-    else:
-        num_kept = _num_kept(runner, options, num_tokens, slot_tokens)
+    bytes_per_token, _ = runner.memory_per_token()
+    memory, num_tokens, num_kept = _divide(runner, options, max_cache_tokens)
     num_blocks = max(1, num_tokens // runner.block_size)
     budget = TokenBudget(bytes_per_token, num_blocks * runner.block_size)
     size = f"a KV cache of {budget.words(budget.most)}"
@@ -63,6 +45,28 @@ def allocate_cache(runner: ModelRunner, options: EngineOptions) -> BlockMemory:
         raise
     states = StatePool(max_num_seqs, num_kept)
     return BlockMemory(budget, num_blocks, runner.block_size, max_kept=num_blocks, is_fixed=True, states=states)
+
+
+def _divide(runner: ModelRunner, options: EngineOptions, max_cache_tokens: int | None) -> tuple[LoadMemory, int, int]:
+    """The memory of a GPU, and the tokens of the KV cache and the kept states that it has room for."""
+    bytes_per_token, slot_tokens = runner.memory_per_token()
+    beside = (options.max_num_seqs + 1) * slot_tokens
+    memory = LoadMemory(runner.model, bytes_per_token, options.gpu_part, beside)
+    if max_cache_tokens is not None:
+        return memory, max_cache_tokens, _num_kept(runner, options, max_cache_tokens, slot_tokens)
+    num_tokens = _cache_tokens(memory, runner, options)
+    num_kept = _num_kept(runner, options, num_tokens, slot_tokens)
+    if not num_kept:
+        return memory, num_tokens, 0
+    with_kept = LoadMemory(runner.model, bytes_per_token, options.gpu_part, beside + num_kept * slot_tokens)
+    try:
+        left = _cache_tokens(with_kept, runner, options)
+    except CheckpointError:
+        left = 0
+    if left < min(num_tokens, options.context_length):
+        logger.info("the prefix cache keeps no states: too few tokens would be left of the KV cache")
+        return memory, num_tokens, 0
+    return with_kept, min(num_tokens, left), num_kept
 
 
 def _cache_tokens(memory: LoadMemory, runner: ModelRunner, options: EngineOptions) -> int:
