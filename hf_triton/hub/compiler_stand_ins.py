@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stand-ins for the modules of torch's compiler, which nobody compiles with but transformers and torch import.
+"""Stand-ins for the modules of torch's compiler, which transformers and torch import where nothing is compiled.
 
 transformers marks functions for the compiler, and torch asks it about shapes on the device `meta`: 1.5 seconds of
 processor time, 800 modules and 70 MB in each process. A stand-in answers what they ask; whatever else is asked of one,

@@ -86,7 +86,7 @@ class _Slots(dict[int, torch.Tensor | None]):
                 self._resize(number, buffer, max(2 * len(buffer), num_slots))
 
     def _resize(self, number: int, buffer: torch.Tensor, num_slots: int) -> None:
-        """Move the states that there are; on a CPU the memory of slots that nobody has used is not touched."""
+        """Move the states that there are; on a CPU the memory of unused slots is not touched."""
         resized = buffer.new_empty(num_slots, *buffer.shape[1:])
         for slot in self._used:
             if slot < len(buffer):

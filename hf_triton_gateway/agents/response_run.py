@@ -95,7 +95,7 @@ class ResponseRun:
             output = ending.get("output") or output_of(self._items, self._blocks.blocks, "incomplete")
             self.response = {**self._head, **ending, "output": output}
             self._kept = asyncio.ensure_future(self._keeper.keep(self.response, self.num_bytes))
-        await asyncio.shield(self._kept)  # whoever is cancelled meanwhile
+        await asyncio.shield(self._kept)  # also if this caller is cancelled meanwhile
 
     def _status_events(self, *kinds: str) -> bytes:
         return b"".join(self._events.event(f"response.{kind}", {"response": self._head}) for kind in kinds)
