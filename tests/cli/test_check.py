@@ -442,6 +442,7 @@ def test_tensors_of_each_architecture_are_found_and_missed(name: str, tmp_path: 
     assert "missing (" in mismatch(checkpoint, config, settings)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", PACKED | PADDED | ALONE)
 def test_tensors_of_each_encoder_are_found_and_missed(family: str, tmp_path: Path) -> None:
     config_class = getattr(transformers, (PACKED | PADDED | ALONE)[family][0])

@@ -107,6 +107,7 @@ def kernel_requests(hub: LoopbackHub) -> list[str]:
     return [request.path for request in hub.requests if KERNEL in request.path]
 
 
+@pytest.mark.full
 def test_kernels_are_pulled_once_and_stay_at_their_commit(
     hub: LoopbackHub, blocks: tuple[Path, dict[str, str]], tmp_path: Path
 ) -> None:
@@ -133,6 +134,7 @@ def test_kernels_are_pulled_once_and_stay_at_their_commit(
     assert all(commit in path for path in kernel_requests(hub) if "/resolve/" in path)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("text", ["{", '{"kernels-community/finegrained-fp8": "v4"}'])
 def test_a_damaged_lock_file_stops_a_pull(
     text: str, hub: LoopbackHub, blocks: tuple[Path, dict[str, str]], tmp_path: Path
@@ -148,6 +150,7 @@ def test_a_damaged_lock_file_stops_a_pull(
     assert kernel_requests(hub) == []
 
 
+@pytest.mark.full
 def test_kernels_without_a_hub(blocks: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
     folder, environment = blocks
     done = hf_triton("pull", "--kernels", str(folder), **environment, HF_HUB_OFFLINE="1")
@@ -155,6 +158,7 @@ def test_kernels_without_a_hub(blocks: tuple[Path, dict[str, str]], tmp_path: Pa
     assert f"the kernel {KERNEL} (v4) is not in {tmp_path / 'kernels'}, and HF_HUB_OFFLINE forbids" in done.stderr
 
 
+@pytest.mark.full
 def test_a_model_without_such_kernels(hub: LoopbackHub, tmp_path: Path) -> None:
     environment = hub.environment() | {"HF_HOME": str(tmp_path / "home")}
     done = hf_triton("pull", "--kernels", NAME, **environment)

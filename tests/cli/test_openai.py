@@ -89,6 +89,7 @@ def test_a_dead_gateway_stops_the_server(tmp_path: Path) -> None:
         wait_until_gone(family)
 
 
+@pytest.mark.full
 def test_a_gateway_that_dies_during_a_load_is_noticed(tmp_path: Path) -> None:
     folder = tmp_path / "repository" / "slow" / "1"
     folder.mkdir(parents=True)
@@ -169,6 +170,7 @@ def test_a_gateway_alone_waits_for_triton(tmp_path: Path, make_folder: Callable[
         assert gateway.wait(timeout=LIMIT_S) == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("workers", [1, 2])
 def test_sigterm_ends_a_gateway_and_its_workers(workers: int, tmp_path: Path) -> None:
     (port,) = free_ports(1)
@@ -180,6 +182,7 @@ def test_sigterm_ends_a_gateway_and_its_workers(workers: int, tmp_path: Path) ->
     assert status(f"http://127.0.0.1:{port}/health") == 0
 
 
+@pytest.mark.full
 def test_metrics_are_those_of_all_workers(tmp_path: Path) -> None:
     """Prometheus reaches any of them; what one that died had answered still counts, and what it had begun does not."""
     (port,) = free_ports(1)

@@ -66,6 +66,7 @@ def load(folder: Path, **settings: Any) -> Any:
 # --- what it writes --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_written_folder_has_all_that_serving_needs(written: Path) -> None:
     names = sorted(str(path.relative_to(written)) for path in written.rglob("*") if path.is_file())
     here = ["1/model.py", "1/onnx/graph.json", "1/onnx/model.onnx", "1/onnx/model.onnx.data", "config.pbtxt"]

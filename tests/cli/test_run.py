@@ -126,6 +126,7 @@ def test_a_model_without_a_chat_template_completes_a_prompt(tmp_path: Path) -> N
     assert done.stdout.strip()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("settings", "code", "sentence"),
     [

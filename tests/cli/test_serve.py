@@ -151,6 +151,7 @@ def test_incompatible_numpy_is_named(tmp_path: Path) -> None:
     assert "corrupts strings with numpy 2.1.0: `pip install 'numpy<2'`" in result.stderr
 
 
+@pytest.mark.full
 def test_folder_of_another_backend_has_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "theirs" / "1").mkdir(parents=True)
     (tmp_path / "theirs" / "config.pbtxt").write_text('backend: "vllm"')
@@ -159,6 +160,7 @@ def test_folder_of_another_backend_has_a_remedy(tmp_path: Path) -> None:
     assert 'a folder for this library has backend: "python" in its config.pbtxt' in serving.output()
 
 
+@pytest.mark.full
 def test_server_that_cannot_start_is_an_error(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
     make_folder(tmp_path / "repository", "mine", huggingface_model=DEMO)
     binary = tmp_path / "tritonserver"
@@ -171,6 +173,7 @@ def test_server_that_cannot_start_is_an_error(tmp_path: Path, make_folder: Calla
     )
 
 
+@pytest.mark.full
 def test_server_that_aborts_while_starting_is_started_once_more(
     tmp_path: Path, make_folder: Callable[..., Path]
 ) -> None:

@@ -51,6 +51,7 @@ def test_a_page_is_a_screen() -> None:
         assert len(path.read_text(encoding="utf-8").splitlines()) <= LINES_OF_A_SCREEN, path.name
 
 
+@pytest.mark.full
 def test_room_is_made_on_a_full_disk(hub: LoopbackHub, small_disk: Path) -> None:
     look, prune, pull = blocks("disk-full")
     environment = {**hub.environment(), "HF_HUB_CACHE": str(small_disk)}

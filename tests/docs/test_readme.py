@@ -228,6 +228,7 @@ def run(server: TritonServer, script: str) -> str:
     return subprocess.run(["bash", "-c", local + "\nwait"], capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("line", [line for line in curls("demo", "text_input") if not line.endswith("&")])
 def test_curl_lines_work(demo: TritonServer, line: str) -> None:
     text = json.loads(run(demo, line))["text_output"]
@@ -292,6 +293,7 @@ OPENAI_LINES = [line for line in commands("curl ") if "localhost:9000/" in line 
 """Those for encoders run in tests/openai/test_encoders.py."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("line", OPENAI_LINES)
 def test_openai_curl_lines_work(demo: TritonServer, gateway: str, line: str) -> None:
     answer = json.loads(run(demo, line.replace("localhost:9000", gateway)))

@@ -52,6 +52,7 @@ def check_outputs(model: Any, forward: EncoderForward, family: str, head: str) -
         torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("family", "head"), FAMILIES)
 def test_a_fused_graph_gives_the_model_s_outputs(family: str, head: str, tmp_path: Path) -> None:
     model, forward, made = export(family, head, tmp_path / "model.onnx")

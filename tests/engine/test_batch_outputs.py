@@ -95,6 +95,7 @@ CHECKPOINT_DEFAULTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:Unfeasible length constraints:UserWarning")  # transformers' own, of one short row
 @pytest.mark.parametrize("name", CHECKPOINT_DEFAULTS)
 def test_checkpoint_defaults_apply_to_each_sequence_alone(

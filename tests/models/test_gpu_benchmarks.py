@@ -102,6 +102,7 @@ sys.exit(run.main())
 """
 
 
+@pytest.mark.full
 def test_a_task_that_fails_or_needs_too_long_stops_no_other_and_a_second_call_goes_on(tmp_path: Path) -> None:
     command = [sys.executable, "-c", FAILING, "--out", str(tmp_path), "--deadline", "100"]
     assert subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode == 1

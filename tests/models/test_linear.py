@@ -273,6 +273,7 @@ print(linear.has_kernel(torch.float32))
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not llvm.has("fma"), reason="this processor has no AVX2")
 def test_kernel_of_avx2_computes_the_product() -> None:
     environment = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"}

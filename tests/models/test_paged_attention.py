@@ -91,6 +91,7 @@ class Rows:
         return torch.stack(rows).to(self.query.dtype)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("block_size", [16, 64])
 @pytest.mark.parametrize("layer", LAYERS, ids=str)

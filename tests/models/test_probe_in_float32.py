@@ -33,7 +33,7 @@ from tests.support.deep_models import (
 from tests.support.engine import start_engine
 
 DEEP = [
-    pytest.param(kind, num_layers, seed, marks=() if kind == "gemma2" and num_layers == 32 else pytest.mark.full)
+    (kind, num_layers, seed)
     for seed, (kind, num_layers) in enumerate(
         [
             *(("llama", 32), ("llama", 48), ("llama", 64), ("llama", 80), ("qwen3", 36), ("qwen3", 64)),
@@ -49,6 +49,7 @@ def is_right(model: Any) -> bool:
         return WayProbe(model).judge(PACKED).is_right
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "num_layers", "seed"), DEEP)
 def test_right_arithmetics_pass_and_faults_do_not(kind: str, num_layers: int, seed: int) -> None:
     model = build_deep(kind, num_layers, seed)
@@ -154,6 +155,7 @@ def insist(_: nn.Module, args: Any) -> None:
         raise TypeError("bfloat16 alone")
 
 
+@pytest.mark.full
 def test_a_kernel_that_is_wrong_in_half_precision_alone_is_refused() -> None:
     """In float32 it is exact: only how far it is from there shows."""
 
@@ -198,6 +200,7 @@ def test_what_was_measured_and_what_is_allowed_is_told(caplog: pytest.LogCapture
     assert re.search(r"the probe at load took \d+\.\d\d s; in float32 it takes up to \d+\.\d MB more", caplog.text)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("bits", ["nf4", "int8"])
 def test_quantised_weights_are_judged_by_what_they_mean(bits: str) -> None:
     model = build_deep("llama", 32, 1)

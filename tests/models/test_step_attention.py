@@ -202,6 +202,7 @@ def test_gathered_keys(rule: Rule | None) -> None:
     torch.testing.assert_close(layer.attend(rule), layer.exact(rule), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bits(dtype: torch.dtype) -> None:

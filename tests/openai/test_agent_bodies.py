@@ -49,6 +49,7 @@ def text_of(events: list[dict[str, Any]]) -> str:
     return "".join(pieces)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("turn", ["first", "last"])
 @pytest.mark.parametrize("name", BODIES)
 def test_body_of_an_agent_is_answered(agents: GatewayThread, name: str, turn: str) -> None:

@@ -89,6 +89,7 @@ def test_one_text_token_ids_and_dimensions(client: openai.OpenAI, gateway: Gatew
     np.testing.assert_allclose(alone["embedding"], whole.embedding, atol=TOLERANCE)
 
 
+@pytest.mark.full
 def test_two_thousand_texts_are_one_request(client: openai.OpenAI) -> None:
     texts = [f"{number}" for number in range(2000)]
     answer = client.embeddings.create(model="minilm", input=texts)

@@ -343,6 +343,7 @@ def num_cached(gateway: GatewayThread, key: str, path: str, **salt: Any) -> int:
     return int(used(gateway, name).get(counter, 0) - before)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("path", bodies(""))
 def test_a_key_with_a_cache_of_its_own_learns_nothing_of_others(private: GatewayThread, path: str) -> None:
     for key in ("sk-admin", "sk-ann", "sk-ben"):

@@ -56,6 +56,7 @@ def url(triton: TritonServer, tmp_path_factory: pytest.TempPathFactory) -> Itera
         process.wait(60)
 
 
+@pytest.mark.full
 def test_a_gateway_without_torch_answers_for_a_model_without_fastapi(url: str) -> None:
     with httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
         assert [model["id"] for model in client.get("/v1/models").raise_for_status().json()["data"]] == ["demo"]
@@ -69,6 +70,7 @@ def test_a_gateway_without_torch_answers_for_a_model_without_fastapi(url: str) -
         assert client.get("/docs").status_code == 200
 
 
+@pytest.mark.full
 def test_a_folder_says_what_a_bare_install_lacks(triton: TritonServer) -> None:
     [sentence] = [model.sentence for model in triton.models() if model.name == "bare"]
     assert sentence.startswith("client_missing: hf_triton.TritonPythonModel needs accelerate, ")

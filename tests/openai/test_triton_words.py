@@ -11,6 +11,8 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from hf_triton.testing import TritonServer
 from hf_triton_gateway.triton.triton_words import MEANINGS, Meaning, first_line, says, unknown_name
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(scope="module")
 def explicit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:

@@ -354,7 +354,6 @@ KINDS = (
     "deepseek-v3",
     "qwen3-moe",
     "qwen3-next",
-    "zamba2",
     "t5",
 )
 """One of each kind: plain, shared keys, local layers, windows, both, latent attention, experts, states, encoder."""

@@ -75,6 +75,7 @@ def test_timestamps_are_those_of_transformers(served: Served, samples: Any) -> N
     np.testing.assert_allclose([each["timestamp"] for each in found["chunks"]], times, atol=1e-3)
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:std")  # of one token, in transformers' timestamps of words
 @pytest.mark.parametrize("samples", SOUNDS, ids=lambda samples: f"{len(samples) / RATE:g} s")
 def test_words_are_those_of_the_pipeline(served: Served, samples: Any) -> None:
@@ -159,6 +160,7 @@ def test_requests_do_not_change_the_checkpoint(served: Served) -> None:
 # --- English alone ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("samples", [SHORT[1], LONG[0]], ids=["short", "long"])
 def test_a_model_of_one_language(english: Served, samples: Any) -> None:
     expected = english.reference(samples)
@@ -345,6 +347,7 @@ def test_a_checkpoint_without_a_feature_extractor(tmp_path: Path) -> None:
         Served(folder)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("language", "code"), [("de", "de"), ("german", "de"), ("<|fr|>", "fr")])
 def test_the_checkpoint_s_language_and_task_are_the_defaults(language: str, code: str, tmp_path: Path) -> None:
     folder = save_whisper(tmp_path / "tuned", defaults={"language": language, "task": "translate"})

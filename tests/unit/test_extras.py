@@ -184,6 +184,7 @@ def test_each_command_says_what_it_needs() -> None:
     assert {*NEEDS} == {name for section in SECTIONS.values() for name in section}
 
 
+@pytest.mark.full
 def test_extras_of_models_have_the_model_and_the_server_has_all() -> None:
     of_models = {*EXTRAS} - {"model", "gateway", "cli", "tracing", "ray", "bench"}
     assert [extra for extra in of_models if not declared(extra) >= declared("model")] == []

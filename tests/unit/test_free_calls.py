@@ -247,6 +247,7 @@ def test_a_call_that_a_model_opens_is_one_of_the_tools(name: str, is_special: bo
     assert num_ended > 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("is_special", [False, True])
 @pytest.mark.parametrize("name", OPENINGS)
 def test_no_call_is_read_that_was_not_held(name: str, is_special: bool) -> None:

@@ -437,6 +437,7 @@ def test_pieces_of_any_size_make_the_same_message(
         assert made == wanted(content, reasoning, arguments), step
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("step", [None, 1, 3])
 @pytest.mark.parametrize(("name", "prompt", "text", "content", "reasoning"), [each[:5] for each in EXAMPLES if each[4]])
 def test_a_message_that_is_cut_shows_no_part_of_a_tag_of_reasoning(
