@@ -580,6 +580,7 @@ def test_an_adapter_on_disk_is_found(folder: Path, checkpoint: Path) -> None:
     assert "cannot be read" in sentence
 
 
+@pytest.mark.full
 def test_wrong_use_and_the_command_itself(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("check", "nowhere").exit_code == 2
     assert run("check").exit_code == 2

@@ -201,6 +201,7 @@ WRONG = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_use_has_a_sentence_and_an_exit_code(
     case: str, hub: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

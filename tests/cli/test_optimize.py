@@ -35,6 +35,8 @@ from tests.support.commands import in_process
 from tests.support.graphs import write_graph_folder
 from tests.support.sentence_checkpoints import TEXTS, real_checkpoint, reference_embeddings, save_sentence_model
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(autouse=True)
 def no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -66,7 +68,6 @@ def load(folder: Path, **settings: Any) -> Any:
 # --- what it writes --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.full
 def test_a_written_folder_has_all_that_serving_needs(written: Path) -> None:
     names = sorted(str(path.relative_to(written)) for path in written.rglob("*") if path.is_file())
     here = ["1/model.py", "1/onnx/graph.json", "1/onnx/model.onnx", "1/onnx/model.onnx.data", "config.pbtxt"]
@@ -84,7 +85,6 @@ def test_a_written_folder_has_all_that_serving_needs(written: Path) -> None:
     assert (task.declaration.name, settings.runtime, settings.precision) == ("embeddings", "onnx", "float32")
 
 
-@pytest.mark.full
 @pytest.mark.serial
 def test_minilm_is_optimized_and_served_without_hub(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
     repository = tmp_path / "repository"
@@ -219,7 +219,6 @@ def for_cuda(folder: Path) -> Path:
     return target
 
 
-@pytest.mark.full
 def test_a_folder_for_a_gpu_is_refused_without_one(for_cuda: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "KIND_CPU" not in (for_cuda / "config.pbtxt").read_text()
     lacks_provider = "needs the CUDAExecutionProvider of onnxruntime-gpu, which is not installed: `pip install onnxrunt"
@@ -234,7 +233,6 @@ def test_a_folder_for_a_gpu_is_refused_without_one(for_cuda: Path, monkeypatch: 
         assert sentence in str(error.value)
 
 
-@pytest.mark.full
 def test_a_folder_for_a_gpu_is_refused_on_the_cpu(for_cuda: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("onnxruntime.get_available_providers", lambda: [CUDA])
     change_facts(for_cuda, processor="a machine without a GPU", version=version("onnxruntime"))
@@ -242,7 +240,6 @@ def test_a_folder_for_a_gpu_is_refused_on_the_cpu(for_cuda: Path, monkeypatch: p
         load(for_cuda, runtime="onnx-cuda")
 
 
-@pytest.mark.full
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_provider_that_cannot_be_loaded_is_no_fallback_to_the_cpu(for_cuda: Path) -> None:
     file = for_cuda / "1" / "onnx" / "model.onnx"
@@ -250,7 +247,6 @@ def test_a_provider_that_cannot_be_loaded_is_no_fallback_to_the_cpu(for_cuda: Pa
         OnnxSession(file, 1, gpu_providers("onnx-cuda", file, 0))
 
 
-@pytest.mark.full
 def test_a_folder_in_float16(folder: Path) -> None:
     target = folder.with_name("mine_float16")
     with closing(Child(Path(os.devnull), GraphWriter, folder)) as writer:

@@ -123,7 +123,6 @@ def test_load_and_unload(server: TritonServer) -> None:
         assert [server.is_model_ready(name) for name in ("demo", "demo_stream")] == [is_ready] * 2
 
 
-@pytest.mark.full
 def test_unload_waits_for_requests_in_flight(server: TritonServer) -> None:
     run(server, "load", "slow")
     command = [COMMAND, "generate", "slow", "Hello", "--max-tokens=20", "--param=ignore_eos=true"]
@@ -319,7 +318,6 @@ def test_restricted_api_needs_its_header(plain: TritonServer, command: list[str]
     assert run(plain, *command, f"--header={KEY}:open").returncode == 0
 
 
-@pytest.mark.full
 def test_killed_server_ends_a_stream_with_a_sentence(tmp_path: Path, make_folder: Callable[..., Path]) -> None:
     checkpoint = build_chat_checkpoint(tmp_path / "chat")
     folder = make_folder(tmp_path / "repository", "slow", huggingface_model=checkpoint, config=DECOUPLED)
@@ -348,7 +346,6 @@ def test_prompts_are_not_in_the_servers_log(server: TritonServer) -> None:
     assert "zebra" not in server.read_log()
 
 
-@pytest.mark.full
 def test_a_named_model_generates_beside_an_admin_key(tmp_path: Path) -> None:
     add_demo(tmp_path)
     with TritonServer(tmp_path, arguments=lock_flags("0123456789abcdef")) as locked:

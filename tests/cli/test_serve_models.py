@@ -76,7 +76,6 @@ def test_names_checkpoints_and_folders_are_served_at_once(
     assert left - {path for path in left if path.is_relative_to(tmp_path / "home")} == {*before, tmp_path / "output"}
 
 
-@pytest.mark.full
 def test_settings_apply_to_what_has_no_folder(checkpoint: Path, tmp_path: Path) -> None:
     arguments = [str(checkpoint), "--stream", "--set", "max_output_length=3", "--no-openai"]
     with running(*arguments, output=tmp_path / "output") as serving:
@@ -109,7 +108,6 @@ def test_explicit_mode_and_restricted_apis(checkpoint: Path, tmp_path: Path) -> 
     assert "key-to-be-kept" not in (tmp_path / "output").read_text()
 
 
-@pytest.mark.full
 def test_models_named_by_a_flag_are_loaded_with_their_doors(checkpoint: Path, tmp_path: Path) -> None:
     flags = ["--", "--model-control-mode=explicit", "--load-model=tiny"]
     with running(str(checkpoint), *flags, output=tmp_path / "output") as serving:
@@ -149,7 +147,6 @@ def test_no_hub_is_one_sentence(tmp_path: Path) -> None:
     assert "error: hub_unavailable" in done.stderr
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(("head", "config"), [("sequence", {"num_labels": 1}), ("sequence", {}), ("answers", {})])
 def test_printed_requests_fit_an_encoder(tmp_path: Path, head: str, config: dict[str, object]) -> None:
     checkpoint = save_task_checkpoint(tmp_path / "encoder", "bert", head, **config)

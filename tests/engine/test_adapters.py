@@ -137,6 +137,7 @@ def test_tokens_of_their_own_leave_other_rows_alone(started: Started, checkpoint
         assert answer == generate_with(checkpoint, folders[name] if name else None, prompt, NUM_TOKENS), name
 
 
+@pytest.mark.full
 def test_prefixes_of_one_adapter_are_not_reused_for_another(
     started: Started, checkpoint: Path, folders: dict[str, Path]
 ) -> None:

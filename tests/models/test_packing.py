@@ -54,6 +54,7 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: weight.detach().clone() for name, weight in model.named_parameters(remove_duplicate=False)}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", some_in_make_test([*CONTINUOUS, *WHOLE, *BATCH, *ARCHITECTURES]))
 def test_packed_model_generates_what_the_plain_one_generates(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

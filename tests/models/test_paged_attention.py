@@ -174,6 +174,7 @@ def test_a_row_that_sees_nothing_gets_zero_as_in_torch() -> None:
     torch.testing.assert_close(found[:4], wanted[:4])
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("layer", [LAYERS[0], LAYERS[-1]], ids=str)
 @torch.inference_mode()

@@ -12,6 +12,8 @@ from pydantic import TypeAdapter
 from tests.support.gateway import GatewayThread
 from tests.support.writing_model import call as call_of
 
+pytestmark = pytest.mark.full
+
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 6}}, "required": ["city"]}
 NAMES = ("locate", "weather")

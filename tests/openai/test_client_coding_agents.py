@@ -16,6 +16,8 @@ from tests.support.clients import CLIENTS, has, run
 from tests.support.gateway import GatewayThread
 from tests.support.writing_model import call, write_script
 
+pytestmark = pytest.mark.full
+
 NOWHERE: Final = "http://127.0.0.1:9"
 """Nothing listens there."""
 NUM_TURNS: Final = 30

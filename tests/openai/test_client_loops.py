@@ -11,6 +11,8 @@ from tests.support.clients import CLIENTS, has, run
 from tests.support.gateway import GatewayThread
 from tests.support.writing_model import RESULTS, call, write_script
 
+pytestmark = pytest.mark.full
+
 SCRIPTS: Final = Path(__file__).parent / "clients"
 APIS: Final = {
     "openai_agents": ("chat", "responses-stream"),

@@ -13,6 +13,8 @@ from pydantic import TypeAdapter
 
 from tests.support.gateway import GatewayThread
 
+pytestmark = pytest.mark.full
+
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 PATCH = '*** Begin Patch\n+say "hi"\n*** End Patch\n'
 LETTERS = {"syntax": "lark", "definition": 'start: "<" /[a-c]{3}/ ">"'}

@@ -29,6 +29,8 @@ from tests.support.sentence_checkpoints import TEXTS, real_checkpoint, reference
 from tests.support.serving import running
 from tests.support.tasks import reference
 
+pytestmark = pytest.mark.full
+
 NEIGHBOURS = {0: 1, 3: 4}
 TOLERANCE = 1e-5
 QUERY = "Where does Anna live?"
@@ -89,7 +91,6 @@ def test_one_text_token_ids_and_dimensions(client: openai.OpenAI, gateway: Gatew
     np.testing.assert_allclose(alone["embedding"], whole.embedding, atol=TOLERANCE)
 
 
-@pytest.mark.full
 def test_two_thousand_texts_are_one_request(client: openai.OpenAI) -> None:
     texts = [f"{number}" for number in range(2000)]
     answer = client.embeddings.create(model="minilm", input=texts)
@@ -413,7 +414,6 @@ def test_the_time_of_a_request_is_that_of_all_its_texts(encoders: TritonServer) 
         assert httpx.get(f"{hasty.url}/health").status_code == 200
 
 
-@pytest.mark.full
 def test_encoders_are_loaded_on_demand(
     encoder_checkpoints: dict[str, Path], make_folder: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -27,6 +27,8 @@ from hf_triton_gateway.keys.accounts import HEADERS, LIMITS
 from tests.support.gateway import GatewayThread, num_running, wait_until
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.full
+
 GATEWAY_DOCUMENT = (ROOT / "docs" / "gateway.md").read_text(encoding="utf-8")
 ADMIN = "sk-admin"
 KEYS = f"""
@@ -343,7 +345,6 @@ def num_cached(gateway: GatewayThread, key: str, path: str, **salt: Any) -> int:
     return int(used(gateway, name).get(counter, 0) - before)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("path", bodies(""))
 def test_a_key_with_a_cache_of_its_own_learns_nothing_of_others(private: GatewayThread, path: str) -> None:
     for key in ("sk-admin", "sk-ann", "sk-ben"):

@@ -19,6 +19,8 @@ from hf_triton_gateway.chat.fields import ALIASES, SAMPLING
 from hf_triton_gateway.gateway_config import GatewayConfig
 from tests.support.gateway import GatewayThread, add_demo
 
+pytestmark = pytest.mark.full
+
 CONTEXT, CACHE = 512, 256
 CONTRADICTIONS: tuple[dict[str, Any], ...] = (
     {"n": 2, "temperature": 0},
@@ -253,7 +255,6 @@ def test_what_chats_refuse_is_not_passed_over_elsewhere(
     assert refused(gateway, path, body_of(path, **{name: value}))["message"].startswith(f"{name} is ")
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("path", APIS)
 def test_no_refusal_names_a_field_that_the_api_lacks(gateway: GatewayThread, path: str) -> None:
     """Each field of an API that is a parameter of ours, with values that are none."""

@@ -10,6 +10,8 @@ import pytest
 
 from tests.support.gateway import GatewayThread
 
+pytestmark = pytest.mark.full
+
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer", "minimum": 0, "maximum": 9}},

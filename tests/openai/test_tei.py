@@ -24,6 +24,8 @@ from tests.support.paths import ROOT
 from tests.support.sentence_checkpoints import TEXTS, real_checkpoint, reference_embeddings
 from tests.support.sparse_checkpoints import expected_splade
 
+pytestmark = pytest.mark.full
+
 TOLERANCE = 1e-5
 QUERY = "Where does Anna live?"
 DOCUMENTS = ["bad", "Anna lives in Berlin.", "two boats and one lighthouse"]

@@ -10,6 +10,8 @@ import pytest
 
 from tests.support.gateway import GatewayThread
 
+pytestmark = pytest.mark.full
+
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {"city": {"type": "string", "maxLength": 6}, "days": {"enum": [1, 2]}},

@@ -34,6 +34,8 @@ from tests.support.doors import (
 )
 from tests.support.standard import StandardServer
 
+pytestmark = pytest.mark.full
+
 CONTEXT_TOKENS = 256
 HUGE_BYTES = 50_000_000
 ANSWER_S = 30.0

@@ -105,7 +105,6 @@ def first_start(site: Site) -> FirstStart:
         site.hub.heal()
 
 
-@pytest.mark.full
 def test_two_instances_download_the_weights_once(first_start: FirstStart) -> None:
     assert len([path for path in first_start.requests if path.startswith(f"/cdn/{SHARED}")]) == 1
 
@@ -128,7 +127,6 @@ def test_access_token_is_in_no_log_and_no_answer(site: Site, first_start: FirstS
         assert site.hub.access_token not in text
 
 
-@pytest.mark.full
 def test_offline_the_cache_serves_without_a_token_or_a_request(site: Site, first_start: FirstStart) -> None:
     repository = site.root / "offline"
     site.make_folder(repository, "gated", huggingface_model=GATED)
@@ -146,7 +144,6 @@ def test_offline_the_cache_serves_without_a_token_or_a_request(site: Site, first
     assert "unset it once, or mount a cache" in states["absent"]["reason"]
 
 
-@pytest.mark.full
 def test_a_second_start_asks_nothing_and_mends_a_damaged_cache(site: Site, first_start: FirstStart) -> None:
     repository = site.root / "second"
     site.make_folder(repository, "twins", config=TWO_INSTANCES, huggingface_model=SHARED)

@@ -545,7 +545,6 @@ def test_cancel_ends_the_requests_of_the_same_id(server: TritonServer) -> None:
         assert time.monotonic() - started < LONG_TOKENS * STEP_S / 2
 
 
-@pytest.mark.full
 def test_cancel_reaches_every_instance(
     standard: StandardServer, make_folder: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -135,7 +135,6 @@ def test_the_gateway_beside_it(server: TritonServer) -> None:
     assert "data: [DONE]" in streamed.text
 
 
-@pytest.mark.full
 def test_a_pattern_that_finds_a_parameter_alone_sets_it(repository: Path) -> None:
     """Triton does not say which are headers; the documents advise against such patterns."""
     arguments = ["--model-control-mode=explicit", "--load-model=tiny", *flags("^(seed|stop_strings)$")]

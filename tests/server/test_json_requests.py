@@ -15,6 +15,8 @@ from tests.support.client import Reply, generate, generate_stream, infer, post
 from tests.support.reference import Reference, load_reference
 from tests.support.standard import StandardServer
 
+pytestmark = pytest.mark.full
+
 PLAIN, BATCHED, STREAM, DOOR, SLOW = "plain", "batched", "stream", "plain_stream", "slow"
 MODELS = (PLAIN, BATCHED, STREAM, DOOR)
 """Without parameters as inputs: max_batch_size 0 and 8, decoupled, and a stream door to the first."""

@@ -195,7 +195,6 @@ def test_compression(server: TritonServer, wanted: list[str], module: Any, algor
     assert [text.decode() for text in found] == wanted
 
 
-@pytest.mark.full
 def test_classification_of_string_outputs_ends_triton(
     checkpoint: Path, make_folder: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -253,7 +252,6 @@ def test_error_of_a_bls_request_reaches_the_caller(server: TritonServer) -> None
 # --- loading under control -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.full
 def test_a_configuration_sent_with_load(checkpoint: Path, make_folder: Callable[..., Path], tmp_path: Path) -> None:
     folder = make_folder(tmp_path, "plain", huggingface_model=checkpoint, max_output_length=2)
 

@@ -368,6 +368,7 @@ def without_links(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("is_damaged", [True, False])
 def test_what_was_not_verified_is_verified_before_it_is_believed(

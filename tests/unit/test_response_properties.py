@@ -367,6 +367,7 @@ def test_every_shipped_template_has_a_family() -> None:
     assert sorted(FAMILIES) == shipped_names()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seeds", SEEDS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_is_written_by_the_format_is_read(name: str, seeds: range) -> None:
