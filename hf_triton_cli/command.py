@@ -14,7 +14,7 @@ CLIENT: Final = ("cli",)
 FOLDERS: Final = ("model", "cli")
 NEEDS: Final[Mapping[str, tuple[str, ...]]] = {
     **dict.fromkeys(("run", "serve"), FOLDERS),
-    **dict.fromkeys(("new", "check", "pull", "size", "optimize", "export"), FOLDERS),
+    **dict.fromkeys(("new", "check", "pull", "bundle", "size", "optimize", "export"), FOLDERS),
     **dict.fromkeys(("settings", "list", "status", "load", "unload", "generate", "chat", "run-batch", "bench"), CLIENT),
     "openai": ("gateway",),
 }

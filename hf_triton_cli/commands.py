@@ -27,6 +27,7 @@ SECTIONS: Final[Mapping[str, Mapping[str, str]]] = {
         "new": "Write a model folder.",
         "check": "Say what is wrong with folders, without serving them.",
         "pull": "Download checkpoints.",
+        "bundle": "Write models and packages as one file.",
         "size": "Say how many GPUs a model and a load need.",
         "settings": "List the settings of a folder, or explain one.",
         "optimize": "Measure runtimes for an encoder, and keep the fastest.",

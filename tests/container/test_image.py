@@ -187,6 +187,29 @@ def test_its_own_command_ends_with_its_gateway_or_a_bad_model(start: Start, hub:
     assert "error: server_failed: " in refused.log
 
 
+def test_an_image_with_a_model_needs_no_network(start: Start, engine: Any, image: str, tmp_path: Path) -> None:
+    bundle = [
+        sys.executable,
+        "-m",
+        "hf_triton_cli",
+        "bundle",
+        "demo",
+        "--no-wheels",
+        "-o",
+        str(tmp_path / "models.tar"),
+    ]
+    subprocess.run(bundle, check=True)
+    [recipe] = re.findall(r"^```dockerfile\n(.*?)^```", (ROOT / "docs" / "operations.md").read_text(), re.M | re.S)
+    (tmp_path / "Dockerfile").write_text(recipe.replace("FROM triton_transformer_server", f"FROM {image}"))
+    engine("build", "--tag", f"{image}-demo", str(tmp_path), timeout_s=300)
+    line = "docker run --rm --net=none triton_transformer_server"
+    container = start(line, tmp_path, ports=[8000, 8001, 8002, 9000], of=f"{image}-demo")
+    container.wait_for("Ctrl+C stops the server")
+    ask = ["curl", "-fsS", "localhost:8000/v2/models/demo/generate", "-d", '{"text_input": "How can you be"}']
+    assert json.loads(container.execute(*ask))["text_output"].startswith("How can you be")
+    assert container.stop() == 0
+
+
 def test_gated_model_needs_a_token(start: Start, hub: LoopbackHub, tmp_path: Path) -> None:
     copy_model("llama7b", tmp_path)
 
