@@ -36,6 +36,8 @@ class StepSize:
     num_sequences: int
     num_rows: int
     """Rows of logits."""
+    num_axes: int = 0
+    """Axes of positions beside a token's number in its sequence, see `StepTensors.positions_on_axes`."""
 
     @property
     def num_fixed(self) -> int:
@@ -44,15 +46,23 @@ class StepSize:
 
     def _counts(self) -> tuple[int, ...]:
         tokens, sequences = self.num_tokens, self.num_sequences
-        return tokens, tokens, tokens, sequences + 1, sequences, sequences, sequences, self.num_rows
+        positions = (1 + self.num_axes) * tokens
+        return tokens, positions, tokens, sequences + 1, sequences, sequences, sequences, self.num_rows
 
     def split(self, numbers: torch.Tensor) -> DeviceStep:
-        return DeviceStep(*torch.split(numbers, [*self._counts(), len(numbers) - self.num_fixed]))
+        ids, positions, *others = torch.split(numbers, [*self._counts(), len(numbers) - self.num_fixed])
+        return DeviceStep(ids, positions.view(-1, self.num_tokens) if self.num_axes else positions, *others)
 
     def fill(
         self, ranges: Sequence[TokenRange], positions: npt.NDArray[np.int64], rows: Sequence[int]
     ) -> npt.NDArray[np.int64]:
-        """The numbers of a step, `[num_fixed + blocks of all ranges]`; `rows` are the tokens with logits."""
+        """The numbers of a step, `[num_fixed + blocks of all ranges]`.
+
+        `positions` are `[tokens]`, or `[1 + num_axes, tokens]`; `rows` are the tokens with logits.
+        """
+        if self.num_axes:
+            missing = self.num_tokens - positions.shape[-1]
+            positions = np.pad(np.atleast_2d(positions), ((0, 0), (0, missing))).ravel()
         tables = array("q")  # which takes in arrays as fast as it copies them
         starts = []
         for part in ranges:
@@ -101,6 +111,7 @@ class DeviceStep:
 
     token_ids: torch.Tensor
     positions: torch.Tensor
+    """`[tokens]`, or `[1 + axes, tokens]`."""
     sequences: torch.Tensor
     bounds: torch.Tensor
     lengths: torch.Tensor
@@ -116,16 +127,17 @@ class DeviceStep:
         return Places(self.sequences, self.bounds, self.lengths, self.starts, self.tables)
 
 
-def step_sizes(max_sequences: int) -> list[StepSize]:
+def step_sizes(max_sequences: int, num_axes: int = 0) -> list[StepSize]:
     """The sizes of the graphs of a model that generates, ascending."""
     sizes = []
     for num_tokens in NUM_TOKENS:
         num_sequences = min(num_tokens, max_sequences)
         for num_rows in sorted({min(num_sequences, FEW_ROWS), num_sequences}):
-            sizes.append(StepSize(num_tokens, num_sequences, num_rows))
+            sizes.append(StepSize(num_tokens, num_sequences, num_rows, num_axes))
     return sizes
 
 
-def decode_sizes(max_sequences: int) -> list[StepSize]:
+def decode_sizes(max_sequences: int, num_axes: int = 0) -> list[StepSize]:
     """The sizes of the graphs of a model with states, ascending: a token of each sequence."""
-    return [StepSize(count, count, count) for count in sorted({min(count, max_sequences) for count in NUM_TOKENS})]
+    counts = sorted({min(count, max_sequences) for count in NUM_TOKENS})
+    return [StepSize(count, count, count, num_axes) for count in counts]

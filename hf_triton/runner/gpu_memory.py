@@ -18,6 +18,8 @@ from hf_triton.runner.budget import HOST_FRACTION, FreeMemory, size_words
 if TYPE_CHECKING:
     import torch
 
+    from hf_triton.runner.images import ImageMemory
+
 USED_FRACTION: Final = 0.9
 """Weights and KV cache take it of an instance's part, and of what is free at load. The rest is for the driver, a
 step's tensors and CUDA graphs."""
@@ -52,19 +54,22 @@ class DeviceMemory:
     weights: int
     free: int
     total: int
+    reserved: int = 0
+    """What the vision tower takes."""
 
     def max_tokens(self, part: GpuPart, least: int) -> int:
         """The most tokens in what is free, and in what the weights leave of a part, by default at least `least`."""
         if self.device.type != "cuda":
             return int(self.free * HOST_FRACTION) // self.per_token
-        room = int(self.total * part.fraction * USED_FRACTION) - self.weights
+        room = int(self.total * part.fraction * USED_FRACTION) - self.weights - self.reserved
         if not part.is_set:
             room = max(room, least * self.per_token)
-        return min(room, int(self.free * USED_FRACTION)) // self.per_token
+        return max(0, min(room, int(self.free * USED_FRACTION) - self.reserved)) // self.per_token
 
     def __str__(self) -> str:
         sizes = (size_words(size) for size in (self.weights, self.free, self.total))
-        return "{} has {} of weights, and {} of {} free".format(self.device, *sizes)
+        kept = f", {size_words(self.reserved)} kept for images" if self.reserved else ""
+        return "{} has {} of weights, and {} of {} free{}".format(self.device, *sizes, kept)
 
 
 class LoadMemory:
@@ -75,6 +80,7 @@ class LoadMemory:
         part: What the instance may take of each GPU.
         state_tokens: Tokens that take as much as the states of all sequences.
         read: Returns the free and the total bytes of a device; None: `read_memory`.
+        images: What images take, the features of each token that the KV cache has among it; None: there are none.
     """
 
     def __init__(
@@ -84,12 +90,21 @@ class LoadMemory:
         part: GpuPart,
         state_tokens: int = 0,
         read: Callable[[torch.device], tuple[int, int]] | None = None,
+        images: ImageMemory | None = None,
     ) -> None:
         weights, read = weight_bytes(model), read or read_memory
         self._part = part
         self._state_tokens = state_tokens
+        reserved = images.reserved if images else {}
+        per_token = images.per_token if images else 0
         self._devices = [
-            DeviceMemory(device, num_bytes, weights[device], *read(device))
+            DeviceMemory(
+                device,
+                num_bytes + (per_token if device in reserved else 0),
+                weights[device],
+                *read(device),
+                reserved.get(device, 0),
+            )
             for device, num_bytes in bytes_per_token.items()
         ]
 

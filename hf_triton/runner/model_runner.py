@@ -20,6 +20,7 @@ from hf_triton.runner.cuda import capture_graphs, forward_context
 from hf_triton.runner.device_step import DeviceStep, StepSize, decode_sizes, step_sizes
 from hf_triton.runner.experts import gathered_experts, gathering_sizes, why_experts_wait
 from hf_triton.runner.faults import described
+from hf_triton.runner.images import Images
 from hf_triton.runner.long_rope import LongRope, has_long_rope
 from hf_triton.runner.lora.model_adapters import Adapters
 from hf_triton.runner.paged_cache import PagedCache
@@ -28,7 +29,7 @@ from hf_triton.runner.state_slots import decodes_as_it_prefills
 from hf_triton.runner.step import Step, TokenRange
 from hf_triton.runner.step_attention import TorchAttention, attention_configs, attention_of, register
 from hf_triton.runner.step_tensors import InflightTokens, StepTensors
-from hf_triton.runner.transfer import to_device
+from hf_triton.runner.transfer import to_device, to_index
 
 if TYPE_CHECKING:
     from hf_triton.runner.cuda.graphs import StepGraph, StepGraphs
@@ -54,6 +55,10 @@ class Way:
     """It calls torch's attention itself."""
     prefills_whole: bool = False
     """A context is computed in one forward: a scan begins anew at each chunk."""
+    joins_images: bool = False
+    """The tokens of an image attend to each other, so that an image is never cut."""
+    num_axes: int = 0
+    """Axes of the positions that images change (M-RoPE)."""
 
 
 PACKED: Final = Way()
@@ -89,6 +94,7 @@ class ModelRunner:
         self.switch_length = self._long_rope.switch_length if self._long_rope else None
         """The most tokens of a sequence with LongRoPE's first set of frequencies; None: the model has one set."""
         self.cache = self._new_cache(1)
+        self.images = Images(model, joins=way.joins_images)
         self._graphs: StepGraphs | None = None
         self._adapter_graphs: StepGraphs | None = None
         """Graphs of steps with adapters."""
@@ -145,7 +151,7 @@ class ModelRunner:
         """
         reason = self._why_eager()
         if reason is None:
-            sizes = step_sizes(max_sequences) if self.is_packed else decode_sizes(max_sequences)
+            sizes = (step_sizes if self.is_packed else decode_sizes)(max_sequences, self.way.num_axes)
             try:
                 self._graphs = self._capture(self._forward_on_device, sizes)
             except Exception as error:  # a model may do anything in its forward
@@ -249,8 +255,8 @@ class ModelRunner:
         no_long = nullcontext() if self._long_rope is None else self._long_rope.by_token(None)
         with no_adapters, no_long:
             if self.is_packed:
-                return self._run_model(step, numbers.token_ids[None], numbers.positions[None], numbers.rows)
-            logits = self._run_model(step, numbers.token_ids[:, None], numbers.positions[:, None], None)
+                return self._run_model(step, numbers.token_ids[None], numbers.positions.unsqueeze(-2), numbers.rows)
+            logits = self._run_model(step, numbers.token_ids[:, None], numbers.positions.unsqueeze(-1), None)
             return logits[numbers.rows]
 
     @torch.inference_mode()
@@ -260,9 +266,15 @@ class ModelRunner:
         assert self._adapters is not None
         no_long = nullcontext() if self._long_rope is None else self._long_rope.by_token(None)
         with self._adapters.choose_slots(len(numbers.token_ids)), no_long:
-            return self._run_model(step, numbers.token_ids[None], numbers.positions[None], numbers.rows)
+            return self._run_model(step, numbers.token_ids[None], numbers.positions.unsqueeze(-2), numbers.rows)
 
     # --- a step ------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def see(self, step: Step) -> None:
+        """Compute the features of a step's images, before the step or an earlier one runs; let go of those it drops."""
+        with nullcontext() if self._adapters is None else self._adapters.choose(None):
+            self.images.begin(step)
 
     @torch.inference_mode()
     def run(self, step: Step, inflight: InflightTokens | None = None) -> torch.Tensor:
@@ -286,12 +298,30 @@ class ModelRunner:
         if step.slot_copies:
             self.cache.copy_slots(step.slot_copies)
         if self.is_packed:
-            return self._forward(step.ranges, inflight)
+            return self._run_packed(step.ranges, inflight)
         logits = [self._forward(group, inflight) for group in _groups(step.ranges)]
         kept = [(part.slot, part.kept_slot) for part in step.ranges if part.kept_slot >= 0]
         if kept:  # only now: a forward that fails leaves none of its states in the prefix cache
             self.cache.copy_slots(kept)
         return torch.cat(logits) if len(logits) > 1 else logits[0]
+
+    def _run_packed(self, ranges: Sequence[TokenRange], inflight: InflightTokens | None) -> torch.Tensor:
+        """One forward; ranges with images are in another one, or, if their tokens attend to each other, each alone.
+
+        So an image costs the others neither their graph nor their kernel, and no token of theirs is a placeholder.
+        """
+        seeing = [number for number, part in enumerate(ranges) if part.images]
+        if not seeing:
+            return self._forward(ranges, inflight)
+        groups = [[number for number, part in enumerate(ranges) if not part.images]]
+        groups += [[number] for number in seeing] if self.way.joins_images else [seeing]
+        logits = [self._forward([ranges[number] for number in group], inflight) for group in groups if group]
+        order = [number for group in groups for number in group]
+        rows = [[number] * (ranges[number].num_scored + bool(ranges[number].samples)) for number in order]
+        at = [number for same in rows for number in same]  # the range of each row
+        if at == sorted(at):
+            return torch.cat(logits)
+        return torch.cat(logits)[to_index(sorted(range(len(at)), key=at.__getitem__), self.device)]
 
     def _forward(self, ranges: Sequence[TokenRange], inflight: InflightTokens | None) -> torch.Tensor:
         """Logits of the wanted tokens: a graph's replay, or the model's forward."""
@@ -325,15 +355,23 @@ class ModelRunner:
         # Rows of one token keep that token's logits; other forwards those that are wanted.
         shape = (1, -1) if self.is_packed or len(step.ranges) == 1 else (-1, 1)
         keeps = shape[0] == 1 and len(rows) < step.num_tokens
+        positions = positions.view(*positions.shape[:-1], *shape)
         with self._choose_adapters(step, rows), self._choose_frequencies(step.ranges):
-            logits = self._run_model(step, token_ids.view(shape), positions.view(shape), index if keeps else None)
+            images = self.images.arguments(step) if any(part.images for part in step.ranges) else {}
+            logits = self._run_model(step, token_ids.view(shape), positions, index if keeps else None, **images)
         return logits if keeps or len(rows) == len(logits) else logits[index.to(logits.device)]
 
     def _run_model(
-        self, step: StepTensors, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None
+        self,
+        step: StepTensors,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        rows: torch.Tensor | None,
+        **images: Any,
     ) -> torch.Tensor:
         """Logits of the wanted rows, `[rows, vocabulary]`; None: of all tokens."""
         arguments: dict[str, Any] = {self._cache_name: self.cache, "use_cache": True, "attention_mask": None}
+        arguments |= images
         if "position_ids" in self._accepts:
             arguments["position_ids"] = positions
         keeps = rows is not None and "logits_to_keep" in self._accepts
@@ -352,6 +390,8 @@ class ModelRunner:
         if self.switch_length is not None and any(part.context_length > self.switch_length for part in step.ranges):
             return None
         if not self.is_packed and step.num_decodes < len(step.ranges):
+            return None
+        if any(part.images for part in step.ranges):
             return None
         num_tables = sum(len(part.block_table) for part in step.ranges)
         return graphs.find(step.num_tokens, len(step.ranges), num_rows, num_tables)
@@ -394,7 +434,7 @@ def _by_token(keys: Sequence[str | None], ranges: Sequence[TokenRange]) -> list[
 
 def _groups(ranges: tuple[TokenRange, ...]) -> Iterator[Sequence[TokenRange]]:
     """The ranges of each forward of a model that does not run as one packed row."""
-    num_decodes = next((at for at, part in enumerate(ranges) if not part.is_decode), len(ranges))
+    num_decodes = next((at for at, part in enumerate(ranges) if not part.is_decode or part.images), len(ranges))
     if num_decodes:
         yield ranges[:num_decodes]
     for part in ranges[num_decodes:]:

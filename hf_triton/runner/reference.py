@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from hf_triton.errors import CheckpointError
@@ -41,10 +42,12 @@ def make_continuation(model: Any, length: int, seed: int) -> list[int]:
     return [each for each in ids if each not in ends][:length]
 
 
-def logits_after(model: Any, prompts: list[list[int]], continuations: list[list[int]]) -> torch.Tensor:
+def logits_after(
+    model: Any, prompts: list[list[int]], continuations: list[list[int]], arguments: Mapping[str, Any] | None = None
+) -> torch.Tensor:
     """The logits of `generate` on prompts in one batch, whose next tokens are given in place of the likeliest.
 
-    So ways that round differently are compared on the same tokens.
+    So ways that round differently are compared on the same tokens. `arguments` are those of prompts with images.
 
     Returns:
         `[continuation + 1, rows, vocabulary]` float32 on the CPU: after the prompt, and after each given token.
@@ -69,7 +72,7 @@ def logits_after(model: Any, prompts: list[list[int]], continuations: list[list[
             max_new_tokens=len(given) + 1,
             pad_token_id=0,
             logits_processor=LogitsProcessorList([force]),
-            **PLAIN | {"min_length": 0, "output_logits": True, "return_dict_in_generate": True},
+            **PLAIN | {"min_length": 0, "output_logits": True, "return_dict_in_generate": True} | dict(arguments or {}),
         )
     return torch.stack(output.logits).float().cpu()
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from hf_triton.runner.image_inputs import ImageInput
 
 
 class TokenRange(NamedTuple):
@@ -32,6 +38,10 @@ class TokenRange(NamedTuple):
     """The sequence's states are there; -1: the model has none."""
     kept_slot: int = -1
     """Where its states behind `end` are copied to after the step, for the prefix cache; -1: they are not."""
+    images: tuple[int, ...] = ()
+    """Numbers of the images that have places among its tokens."""
+    positions: npt.NDArray[np.int64] | None = None
+    """`[axes, tokens]`: the positions of its tokens, where an image has changed them; None: they are counted from 0."""
 
     @property
     def num_tokens(self) -> int:
@@ -67,6 +77,10 @@ class Step:
     """Blocks that the step fills and that other sequences may share, if their numbers are finite."""
     slot_copies: tuple[tuple[int, int], ...] = ()
     """State slots to copy first: from, to."""
+    images: tuple[ImageInput, ...] = ()
+    """Images whose features are computed first, and kept; one whose features are kept already costs nothing."""
+    dropped_images: tuple[int, ...] = ()
+    """Numbers of images whose features no sequence needs any more."""
     stays_inflight: bool = False
     """Whether the next step is scheduled before the tokens of this one are read."""
     wait_s: float = 0.0

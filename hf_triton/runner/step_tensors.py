@@ -101,12 +101,13 @@ class StepTensors:
 
     def numbers(self, size: StepSize, rows: Sequence[int] = ()) -> npt.NDArray[np.int64]:
         """What a GPU reads of this step; see `StepSize.fill`."""
-        return size.fill(self.ranges, self.positions, rows)
+        positions = self.positions_on_axes(size.num_axes) if size.num_axes else self.positions
+        return size.fill(self.ranges, positions, rows)
 
     def device_step(self, device: torch.device, rows: Sequence[int] = ()) -> DeviceStep:
         """The numbers of this step on a GPU; `rows` are wanted from the first call."""
         if device not in self._device_steps:
-            size = StepSize(self.num_tokens, len(self.ranges), len(rows))
+            size = StepSize(self.num_tokens, len(self.ranges), len(rows), self.num_axes)
             self._device_steps[device] = size.split(array_to_device(self.numbers(size, rows), device))
         return self._device_steps[device]
 
@@ -125,11 +126,12 @@ class StepTensors:
             token_ids[targets] = inflight.token_ids.to(self.device)[sources]
 
     def inputs(self, rows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Bring token ids and positions, `[tokens]`, and `rows` to the device, int64."""
+        """Bring token ids `[tokens]`, positions, as `DeviceStep` has them, and `rows` to the device, int64."""
         if self.device.type == "cuda":
             on_device = self.device_step(self.device, rows)
             return on_device.token_ids, on_device.positions, on_device.rows
-        tensors = self.token_ids(), torch.from_numpy(self.positions), torch.tensor(rows)
+        positions = self.positions_on_axes(self.num_axes) if self.num_axes else self.positions
+        tensors = self.token_ids(), torch.from_numpy(positions), torch.tensor(rows)
         return tensors[0].to(self.device), tensors[1].to(self.device), tensors[2].to(self.device)
 
     @cached_property
@@ -140,3 +142,16 @@ class StepTensors:
         if self.num_decodes == len(self.ranges):
             return np.array(self.ends, np.int64) - 1
         return np.concatenate([np.arange(part.start, part.end) for part in self.ranges])
+
+    @cached_property
+    def num_axes(self) -> int:
+        """Axes of positions that an image has changed; 0: each token's position is its number in its sequence."""
+        return max((len(part.positions) for part in self.ranges if part.positions is not None), default=0)
+
+    def positions_on_axes(self, num_axes: int) -> npt.NDArray[np.int64]:
+        """`[1 + num_axes, tokens]` on the host: each token's number in its sequence, then its position on each axis."""
+        rows = np.tile(self.positions, (1 + num_axes, 1))
+        for part, start, end in zip(self.ranges, self.bounds, self.bounds[1:], strict=False):
+            if part.positions is not None:
+                rows[1:, start:end] = part.positions
+        return rows

@@ -19,7 +19,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
 
@@ -27,6 +27,8 @@ import torch
 
 from hf_triton.runner.faults import described, is_fatal, is_memory
 from hf_triton.runner.float32 import is_in_float32, largest_layer_bytes
+from hf_triton.runner.image_inputs import ImageSample
+from hf_triton.runner.image_probe import ImageFinding, find_images
 from hf_triton.runner.model_comparison import Comparison, Verdict
 from hf_triton.runner.model_runner import ModelRunner, Way
 from hf_triton.runner.reference import NUM_STEPS, check_numbers, logits_after, make_continuation, make_prompt
@@ -60,9 +62,11 @@ class Finding:
     """The first one that is right; None: no way is."""
     obstacle: str
     """Why the fastest way is not taken: what was measured, and what is allowed; empty: it is."""
+    images: ImageFinding = field(default_factory=ImageFinding)
+    """How it runs prompts with images."""
 
 
-def find_way(model: Any, context_length: int | None = None) -> Finding:
+def find_way(model: Any, context_length: int | None = None, sample: ImageSample | None = None) -> Finding:
     """The first way in which logits, in company and in chunks, are those of `generate` alone; None: no way is.
 
     The finding says why it is not the fastest. It raises what `generate` does on a prompt alone.
@@ -70,16 +74,18 @@ def find_way(model: Any, context_length: int | None = None) -> Finding:
     Args:
         model: In eval mode, on its device.
         context_length: The most tokens of a sequence, which windows as long as that do not bound; None: any.
+        sample: A prompt with images, which decides nothing about text; None: the model takes text alone.
     """
     started_s = time.perf_counter()
     with short_windows(model, context_length):
         finding = _find(WayProbe(model))
+        images = find_images(model, finding.way, sample)
     logger.debug(
         "the probe at load took %.2f s; in float32 it takes up to %.1f MB more, a layer's weights",
         time.perf_counter() - started_s,
         largest_layer_bytes(model) / 1e6,
     )
-    return finding
+    return replace(finding, way=images.way or finding.way, images=images)
 
 
 def _find(probe: WayProbe) -> Finding:
