@@ -12,6 +12,7 @@ from hf_triton.errors import CheckpointError
 from hf_triton.runner.budget import TokenBudget
 from hf_triton.runner.faults import is_memory
 from hf_triton.runner.gpu_memory import LoadMemory
+from hf_triton.runner.images import image_memory
 from hf_triton.runner.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -51,14 +52,18 @@ def _divide(runner: ModelRunner, options: EngineOptions, max_cache_tokens: int |
     """The memory of a GPU, and the tokens of the KV cache and the kept states that it has room for."""
     bytes_per_token, slot_tokens = runner.memory_per_token()
     beside = (options.max_num_seqs + 1) * slot_tokens
-    memory = LoadMemory(runner.model, bytes_per_token, options.gpu_part, beside)
+    sample, images = options.image_sample, None
+    if sample is not None and runner.device.type == "cuda":
+        images = image_memory(runner.model, sample, options.context_length)
+    memory = LoadMemory(runner.model, bytes_per_token, options.gpu_part, beside, images=images)
     if max_cache_tokens is not None:
         return memory, max_cache_tokens, _num_kept(runner, options, max_cache_tokens, slot_tokens)
     num_tokens = _cache_tokens(memory, runner, options)
     num_kept = _num_kept(runner, options, num_tokens, slot_tokens)
     if not num_kept:
         return memory, num_tokens, 0
-    with_kept = LoadMemory(runner.model, bytes_per_token, options.gpu_part, beside + num_kept * slot_tokens)
+    kept = beside + num_kept * slot_tokens
+    with_kept = LoadMemory(runner.model, bytes_per_token, options.gpu_part, kept, images=images)
     try:
         left = _cache_tokens(with_kept, runner, options)
     except CheckpointError:

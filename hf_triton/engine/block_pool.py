@@ -141,6 +141,9 @@ class BlockPool:
             self.states.drop(digest)
 
 
-def next_digest(parent: bytes, token_ids: list[int]) -> bytes:
-    """The digest of a full block behind the block with the digest `parent`, or behind a salt."""
-    return hashlib.sha256(parent + array("q", token_ids).tobytes()).digest()
+def next_digest(parent: bytes, token_ids: list[int], images: bytes = b"") -> bytes:
+    """The digest of a full block behind the block with the digest `parent`, or behind a salt.
+
+    `images` tells the content of images that its tokens stand for.
+    """
+    return hashlib.sha256(parent + array("q", token_ids).tobytes() + images).digest()

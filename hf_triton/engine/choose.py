@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Final, Literal
 
 from hf_triton.engine.batch_engine import BatchEngine
@@ -15,6 +16,7 @@ from hf_triton.engine.protocols import GenerationEngine
 from hf_triton.errors import CheckpointError
 from hf_triton.runner.batch_probe import Sharing, asks_for, probe_batching
 from hf_triton.runner.faults import described, is_memory
+from hf_triton.runner.image_probe import find_images
 from hf_triton.runner.long_rope import has_long_rope
 from hf_triton.runner.positions import counts_padding, shares_positions
 from hf_triton.runner.way_probe import Finding, find_way
@@ -70,8 +72,12 @@ def build_engine(model: Any, wanted: EngineName, options: EngineOptions) -> Gene
             the device has not enough memory.
     """
     with _memory_errors_named():
-        finding = _continuous_way(model, wanted, options.context_length)
-    way = finding.way
+        finding = _continuous_way(model, wanted, options)
+    way, images = finding.way, finding.images
+    if options.image_sample is not None and images.mode != "continuous":
+        logger.warning("images: %s, as %s", images.mode, images.obstacle)
+    if images.mode == "no":
+        options = replace(options, image_sample=None)
     if way is None:
         sharing = _sharing(model, options.context_length)
         logger.info("engine batch: up to %d sequences, sharing a batch: %s", options.max_num_seqs, sharing)
@@ -82,17 +88,19 @@ def build_engine(model: Any, wanted: EngineName, options: EngineOptions) -> Gene
         }
         for name in filter(ignored.get, ignored):
             logger.warning("engine batch ignores the setting %s", name)
-        batch = BatchEngine(model, options, sharing)
+        batch = BatchEngine(model, options, sharing, images=images.mode, image_obstacle=images.obstacle)
         batch.slower.append(f"runs in the batch engine, {IN_TURNS}: {finding.obstacle}")
         return batch
     details = ", each prompt prefilled whole, no prefix caching" if way.prefills_whole else ""
     logger.info("engine continuous: up to %d sequences at a time%s", options.max_num_seqs, details)
     with _memory_errors_named():
-        engine = ContinuousBatchingEngine(model, options, way)
+        engine = ContinuousBatchingEngine(model, options, way, images=images.mode, image_obstacle=images.obstacle)
     if way.prefills_whole:
         engine.slower.append(f"computes each prompt whole, so a long one holds the others: {finding.obstacle}")
     if way.gathers:
         engine.slower.append(f"copies each sequence's cache at every step: {finding.obstacle}")
+    if images.mode == "generate":
+        engine.slower.append(f"runs prompts with images one at a time, while the others wait: {images.obstacle}")
     return engine
 
 
@@ -106,7 +114,7 @@ def _memory_errors_named() -> Iterator[None]:
         raise
 
 
-def _continuous_way(model: Any, wanted: EngineName, context_length: int) -> Finding:
+def _continuous_way(model: Any, wanted: EngineName, options: EngineOptions) -> Finding:
     """The way in which the continuous engine runs this model; without one the batch engine runs it.
 
     Raises:
@@ -120,9 +128,11 @@ def _continuous_way(model: Any, wanted: EngineName, context_length: int) -> Find
             f"its generation_config has {', '.join(unsupported)}, which no engine supports: remove it from "
             "generation_config.json",
         )
+    context_length = options.context_length
+    finding = None
     obstacle = _obstacle(model, context_length) if wanted != "batch" else "the setting engine says batch"
     if obstacle is None:
-        finding = find_way(model, context_length)
+        finding = find_way(model, context_length, options.image_sample)
         if finding.way is not None:
             return finding
         level, obstacle = logging.WARNING, f"in a continuous batch {finding.obstacle}"  # unexpected, and slower
@@ -133,7 +143,8 @@ def _continuous_way(model: Any, wanted: EngineName, context_length: int) -> Find
             "unsupported_model", f"engine continuous cannot run this model ({obstacle}): set engine to auto"
         )
     logger.log(level, "engine batch, %s, because %s", IN_TURNS, obstacle)
-    return Finding(None, obstacle)
+    images = find_images(model, None, options.image_sample) if finding is None else finding.images
+    return Finding(None, obstacle, images)
 
 
 def _sharing(model: Any, context_length: int) -> Sharing:

@@ -15,6 +15,7 @@ from hf_triton.engine.allocate import allocate_cache
 from hf_triton.engine.decoding import capture_forwards
 from hf_triton.engine.engine_config import ModelTraits
 from hf_triton.engine.executor import Executor
+from hf_triton.engine.generate_calls import GenerateCalls
 from hf_triton.engine.generation import GenerationWorker
 from hf_triton.engine.options import EngineOptions
 from hf_triton.engine.protocols import EngineLoad
@@ -22,6 +23,8 @@ from hf_triton.engine.recovery import Recovery
 from hf_triton.engine.scheduler import Scheduler
 from hf_triton.engine.sequence import SequenceGroup
 from hf_triton.errors import HfTritonError, RequestError
+from hf_triton.runner.faults import error_outcome, is_fatal
+from hf_triton.runner.image_inputs import ImageInput
 from hf_triton.runner.model_runner import PACKED, ModelRunner, Way
 from hf_triton.runner.step import Step
 from hf_triton.sampling.draw import prepare_draws
@@ -34,11 +37,15 @@ class ContinuousBatchingEngine(GenerationWorker):
     """Lets each sequence of a decoder-only model join and leave at any step."""
 
     name: ClassVar[str] = "continuous"
+    images: str = "no"
+    image_obstacle: str = ""
 
-    def __init__(self, model: Any, options: EngineOptions, way: Way = PACKED) -> None:
+    def __init__(
+        self, model: Any, options: EngineOptions, way: Way = PACKED, *, images: str = "no", image_obstacle: str = ""
+    ) -> None:
         config, max_num_seqs = options.config, options.max_num_seqs
         self.runner = ModelRunner(model, way, options.adapters, block_size=config.block_size)
-        super().__init__(model, self.runner.device, options)
+        super().__init__(model, self.runner.device, options, images, image_obstacle)
         if options.decoding != "eager":
             self.runner.allocate_slots()
         self.memory = allocate_cache(self.runner, options)
@@ -56,6 +63,7 @@ class ContinuousBatchingEngine(GenerationWorker):
             caches_prefixes=options.enable_prefix_caching
             and not way.prefills_whole
             and (not self.runner.cache.has_states or self.memory.pool.states.num_slots > 0),
+            joins_images=way.joins_images,
             runs_ahead=self.runner.device.type == "cuda" if config.runs_ahead is None else config.runs_ahead,
         )
         numbers = itertools.count()
@@ -70,11 +78,21 @@ class ContinuousBatchingEngine(GenerationWorker):
         )
         self.executor = Executor(self.runner)
         self.recovery = Recovery(self.scheduler, self.memory)
+        self._calls = GenerateCalls(self, model, alone=True) if images == "generate" else None
         self.thread.start()
 
     def _start(self, group: SequenceGroup, number: int) -> None:
         self.start(group, arrival_number=number)
+        if group.images is not None and self._calls is not None:
+            self._generate(group, self._calls)
+            return
         self.executor.samplers.update((sequence.id, sequence.sampler) for sequence in group.sequences)
+
+    def _generate(self, group: SequenceGroup, calls: GenerateCalls) -> None:
+        """Run a group whose images the model's own `generate` sees alone, while all others wait."""
+        calls.run([group])
+        if not group.is_finished and (rejection := self.rejection()):
+            group.finish(rejection)
 
     def step(self) -> None:
         """Schedule a step, run it, and update the sequences."""
@@ -86,10 +104,27 @@ class ContinuousBatchingEngine(GenerationWorker):
         try:
             if step.wait_s:
                 self.wait(step.wait_s)
+            self.executor.drop_images(step.dropped_images)
+            for image in step.images:
+                self._see(image)
             for output in self.executor.run(step):
                 self.scheduler.update(output)
         except Exception as error:
             self._recover(step, error)
+
+    def _see(self, image: ImageInput) -> None:
+        """Compute an image's features before the step: a vision tower that raises ends the image's own groups alone."""
+        try:
+            seconds = self.executor.compute_image(image)
+        except Exception as error:
+            if is_fatal(error):
+                raise
+            outcome = error_outcome(error)
+            for group in self.scheduler.features.users(image):
+                group.finish(outcome)
+        else:
+            if seconds is not None:
+                self.options.observer.on_tower(seconds)
 
     def _recover(self, step: Step, error: Exception) -> None:
         self.executor.lose_inflight()
@@ -106,6 +141,7 @@ class ContinuousBatchingEngine(GenerationWorker):
     def release(self) -> None:
         """Give back memory that the prefix cache does not keep, and allow as many sequences as at first."""
         self.executor.lose_inflight()
+        self.executor.drop_images(self.scheduler.features.take_dropped(is_idle=True))
         self.memory.rest()
         self.scheduler.admission.reset_limit()
 
@@ -116,6 +152,8 @@ class ContinuousBatchingEngine(GenerationWorker):
     def admission_error(self, group: SequenceGroup) -> HfTritonError | None:
         """The error of a group that can never run in this memory, or searches by beams; None: it can."""
         num_beams = group.params.num_beams
+        if group.images and (error := self.image_error()):
+            return error
         if num_beams > 1:
             return RequestError(
                 "invalid_parameter",

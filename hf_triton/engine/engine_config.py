@@ -31,6 +31,8 @@ class EngineConfig:
     """The most of the KV cache that the prefix cache keeps on a CPU before released blocks are used again."""
     kept_state_tokens: int = 4096
     """The prefix cache keeps a model's states every so many tokens of a context, and where it ends."""
+    spare_image_tokens: int = 4096
+    """Images of as many tokens keep their features when no request needs them any more, until the engine is idle."""
     runs_ahead: bool | None = None
     """Whether a step may start before the tokens of the last one are read; None: on a GPU."""
 
@@ -52,6 +54,8 @@ class ModelTraits:
     """Whether some layers keep states, which take a slot for each sequence."""
     caches_prefixes: bool = False
     """Whether full blocks are published."""
+    joins_images: bool = False
+    """Whether the tokens of an image attend to each other, so that an image is never cut."""
     runs_ahead: bool = False
     """Whether a decoding step may start before the tokens of the last one are read."""
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
@@ -11,6 +12,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from hf_triton.engine.scheduler import StepOutput
+from hf_triton.runner.image_inputs import ImageInput
 from hf_triton.runner.model_runner import ModelRunner
 from hf_triton.runner.step import Step, TokenRange
 from hf_triton.runner.step_tensors import InflightTokens
@@ -70,6 +72,26 @@ class Executor:
             yield pending.read()
         if launched and not step.stays_inflight:
             yield launched.read()
+
+    @torch.inference_mode()
+    def compute_image(self, image: ImageInput) -> float | None:
+        """Compute and keep an image's features.
+
+        Returns:
+            The seconds that takes, on a GPU with the step in flight; None: an equal image has them.
+        """
+        started_s, num_runs = time.perf_counter(), self._runner.images.num_runs
+        self._runner.see(Step(images=(image,)))
+        if self._runner.images.num_runs == num_runs:
+            return None
+        if self._runner.device.type == "cuda":
+            torch.cuda.synchronize(self._runner.device)
+        return time.perf_counter() - started_s
+
+    def drop_images(self, numbers: tuple[int, ...]) -> None:
+        """Let go of features that no sequence needs any more."""
+        if numbers:
+            self._runner.see(Step(dropped_images=numbers))
 
     def lose_inflight(self) -> None:
         """Forget the step in flight."""

@@ -9,7 +9,7 @@ from hf_triton.engine.options import EngineOptions
 from hf_triton.engine.protocols import eos_ids
 from hf_triton.engine.sequence import SequenceGroup
 from hf_triton.engine.worker import Worker
-from hf_triton.errors import panics_as_errors
+from hf_triton.errors import RequestError, panics_as_errors
 from hf_triton.runner.faults import error_outcome
 from hf_triton.sampling.sequence_sampler import SequenceSampler
 
@@ -22,12 +22,26 @@ class GenerationWorker(Worker[SequenceGroup]):
 
     Args:
         model: Its generation_config names the end-of-sequence tokens of groups that do not.
+        images: How it runs prompts with images: `continuous`, as text; `generate`, one after the other; `no`.
+        image_obstacle: Why not as text.
     """
 
-    def __init__(self, model: Any, device: torch.device, options: EngineOptions) -> None:
+    def __init__(
+        self, model: Any, device: torch.device, options: EngineOptions, images: str = "no", image_obstacle: str = ""
+    ) -> None:
         self.options = options
+        self.images, self.image_obstacle = images, image_obstacle
+        if images != "no":
+            options.observer.expect_images()
         self._eos_ids = eos_ids(model)
         super().__init__(device, options.on_fatal, idle_release_s=options.config.idle_release_s)
+
+    def image_error(self) -> RequestError | None:
+        """The error of a group with images; None: they can be run."""
+        if self.images != "no":
+            return None
+        reason = self.image_obstacle or "it reads text alone"
+        return RequestError("invalid_parameter", f"this model takes no images: {reason}")
 
     def start(self, group: SequenceGroup, *, arrival_number: int = 0, context_ids: list[int] | None = None) -> None:
         """Create the sequences of a group, or finish it with an error. Penalties see `context_ids`, or the prompt."""

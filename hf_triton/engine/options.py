@@ -13,6 +13,7 @@ from hf_triton.engine.protocols import Observer
 from hf_triton.runner.gpu_memory import SEQUENCE_TOKENS, WHOLE_GPU, GpuPart
 
 if TYPE_CHECKING:
+    from hf_triton.runner.image_inputs import ImageSample
     from hf_triton.runner.lora.model_adapters import Adapters
 
 
@@ -36,6 +37,8 @@ class EngineOptions:
     """Whether a GPU's small steps are captured as graphs; `cuda_graphs` requires it."""
     adapters: Adapters | None = None
     """The model's LoRA adapters."""
+    image_sample: ImageSample | None = None
+    """A prompt with images that the model is tried with; None: it takes text alone."""
     on_fatal: Callable[[], None] = lambda: None
     """Called once, in the engine's thread, after the engine has failed for good and answered every group."""
     observer: Observer = field(default_factory=Observer)

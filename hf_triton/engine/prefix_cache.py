@@ -42,16 +42,17 @@ class PrefixCache:
         if sequence.wants_scores:
             return []  # every token's logits are wanted
         cached: list[int] = []
-        num_usable = 0  # blocks in front of kept states
+        num_usable = 0  # blocks in front of kept states, and of no token that the last one must see with its image
         digests = sequence.digests[: self._num_cacheable(sequence)]
         for digest in digests:
             block = self._pool.find(digest)
             if block is None:
                 break
             cached.append(block)
-            if not self._traits.has_states or self._pool.states.find(digest) is not None:
+            has_states = not self._traits.has_states or self._pool.states.find(digest) is not None
+            if has_states and not self._is_in_image(sequence, len(cached) * self._block_size):
                 num_usable = len(cached)
-        coming = digests[num_usable:] if self._traits.has_states else digests[num_usable : num_usable + 1]
+        coming = digests[num_usable:] if self._traits.has_states else digests[num_usable : len(cached) + 1]
         if self._computing and any(digest in self._computing for digest in coming):
             return None
         return cached[:num_usable]
@@ -151,7 +152,22 @@ class PrefixCache:
         size, digests = self._block_size, sequence.digests
         for start in range(len(digests) * size, num_tokens - size + 1, size):
             parent = digests[-1] if digests else self._salt(sequence)
-            digests.append(next_digest(parent, sequence.tokens(start, start + size)))
+            digests.append(next_digest(parent, sequence.tokens(start, start + size), self._images(sequence, start)))
+
+    def _images(self, sequence: Sequence, start: int) -> bytes:
+        """What tells the images of a block's tokens, and where they begin."""
+        images = sequence.group.images
+        if images is None:
+            return b""
+        some = images.among(start, start + self._block_size)
+        return b"".join(image.digest + image.start.to_bytes(8) for image in some)
+
+    def _is_in_image(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Whether a prefix cuts an image whose tokens attend to each other: those behind it are computed with all."""
+        images = sequence.group.images
+        if images is None or not self._traits.joins_images:
+            return False
+        return any(image.start < num_tokens < image.end for image in images.images)
 
     def _salt(self, sequence: Sequence) -> bytes:
         """What keys and values depend on beside the tokens, and who may share them."""

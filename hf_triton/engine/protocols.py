@@ -42,6 +42,12 @@ class Observer:
     def on_preempt(self, num_sequences: int) -> None:
         """`num_sequences` running sequences go back to the queue."""
 
+    def expect_images(self) -> None:
+        """The model takes images; called before the engine starts."""
+
+    def on_tower(self, seconds: float) -> None:
+        """The vision tower has computed the features of an image, while all sequences waited."""
+
 
 class Engine(Protocol):
     """Computes for many requests at a time in a thread of its own."""
@@ -65,6 +71,10 @@ class GenerationEngine(Engine, Protocol):
 
     name: ClassVar[str]
     """The setting `engine` names it so."""
+    images: str
+    """How it computes prompts with images: `continuous`, by `generate`, or `no`: it takes none."""
+    image_obstacle: str
+    """Why not `continuous`; empty: it is, or takes none."""
 
     def submit(self, groups: list[SequenceGroup]) -> None:
         """Queue the sequence groups of one request and return at once; all of them, or none.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from hf_triton.engine.block_memory import BlockMemory
 from hf_triton.engine.engine_config import EngineConfig, ModelTraits
+from hf_triton.engine.image_features import ImageFeatures
 from hf_triton.engine.prefix_cache import PrefixCache
 from hf_triton.engine.protocols import EngineLoad, Observer
 from hf_triton.engine.sequence import Sequence, SequenceGroup
@@ -55,6 +56,7 @@ class Scheduler:
         """Sequences without blocks: of groups that have left the queue, or preempted."""
         self.running: list[Sequence] = []
         """Sequences that have blocks, in the order in which they got them."""
+        self.features = ImageFeatures(config.spare_image_tokens)
         self._memory = memory
         self._pool = memory.pool
         self._queue = queue
@@ -71,7 +73,7 @@ class Scheduler:
             self.running, memory, self._prefixes, queue, traits, max_sequences, start, config
         )
         self._notes = StepNotes(memory.pool)
-        self._cuts_context = False  # whether the last step cut a context
+        self._cuts_context = False  # whether the last step cut a context, or ran a tower
         self._unread: list[Step] = []  # whose output has not been taken
         self._awaiting: set[int] = set()  # sequences that sit out the next step
 
@@ -86,14 +88,15 @@ class Scheduler:
         1. Each decoding sequence gets its token. If no block is free, the youngest sequence is preempted: it gives its
            blocks back, waits, and is computed again, in part from the prefix cache.
         2. The step's budget of tokens goes to chunks of contexts, first of running sequences, then of waiting ones,
-           which are admitted if their whole context fits. Short ones that wait behind a step that cut a context
-           pass in a step of their own.
-        3. A context whose last token is in the step samples the token that follows. Sequences of one prompt wait for
+           which are admitted if their whole context fits. Short ones that wait behind a step that cut a context or
+           ran a vision tower pass in a step of their own, text before images.
+        3. The features of an image are computed in a step before the one that has its tokens, an image a step.
+        4. A context whose last token is in the step samples the token that follows. Sequences of one prompt wait for
            the first of them, and share its blocks then.
-        4. A step may be scheduled before the tokens of the last one are read. A sequence sits it out if the host must
+        5. A step may be scheduled before the tokens of the last one are read. A sequence sits it out if the host must
            see its token first.
         """
-        draft, keeps_states = StepDraft(self._traits), self._traits.keeps_states
+        draft, keeps_states = StepDraft(self._traits, self.features), self._traits.keeps_states
         self._drop_ended()
         for group in self.admission.start_groups(len(self._sequences)):
             self._add(group)
@@ -121,19 +124,34 @@ class Scheduler:
     def _schedule_contexts(self, draft: StepDraft) -> None:
         """Add chunks of contexts to a step that has its decoding sequences."""
         draft.begin_chunks()
-        short = list(filter(self.admission.is_short, self.waiting)) if self._cuts_context else []
+        short = self._short_contexts(draft) if self._cuts_context else ()
         self._cuts_context = False
-        if not (short and self._add_chunks(self._admit(short, draft), draft)):
+        if not self._add_chunks(short, draft):
             self._add_chunks(self._contexts(draft), draft)
             self._cuts_context = draft.cuts_context
 
+    def _short_contexts(self, draft: StepDraft) -> Iterator[Sequence]:
+        """Those that take one chunk at most: the towers of many images, an image a step, do not stop short texts."""
+        waiting = list(filter(self.admission.is_short, self.waiting))
+        yield from self._admit([sequence for sequence in waiting if sequence.group.images is None], draft)
+        yield from filter(self._is_short, self._behind(draft))
+        yield from self._admit([sequence for sequence in waiting if sequence.group.images is not None], draft)
+
     def _contexts(self, draft: StepDraft) -> Iterator[Sequence]:
         """Running sequences whose context is not computed yet, and waiting ones as they are admitted."""
+        yield from self._behind(draft)
+        yield from self._admit(list(self.waiting), draft)
+
+    def _behind(self, draft: StepDraft) -> Iterator[Sequence]:
+        """Running sequences whose context is not computed yet."""
         for sequence in list(self.running):
             sits_out = sequence in draft.ranges or sequence.id in self._awaiting or sequence not in self.running
             if not sits_out and sequence.num_missing:
                 yield sequence
-        yield from self._admit(list(self.waiting), draft)
+
+    def _is_short(self, sequence: Sequence) -> bool:
+        """Whether a running context takes one chunk at most, which has waited for an image's features."""
+        return sequence.group.images is not None and sequence.num_missing <= self._traits.chunk_sizes.max_tokens
 
     def _add_chunks(self, contexts: Iterable[Sequence], draft: StepDraft) -> bool:
         """Add the next chunks of contexts; whether there are any."""
@@ -246,6 +264,7 @@ class Scheduler:
             self._observer.on_step(num_known)
         while self._unread and (step := self._unread.pop(0)) is not output.step:
             self._prefixes.lose(step.ranges)  # its output was lost, as no sequence was left that it is for
+        self.features.forget_ended()  # no step may follow
 
     def _append(self, sequence: Sequence, token: SampledToken) -> None:
         sequence.num_inflight -= 1
@@ -339,6 +358,7 @@ class Scheduler:
         lost_slots = {slot for lost in all_lost for _, slot in lost.slot_copies}  # of some that had no turn yet
         suspects = [sequence for sequence in self.running if sequence.id in lost_ids or sequence.slot in lost_slots]
         self._unread, self._awaiting = [], set()
+        self.features.lose()
         placed = [*self.running, *self.waiting]
         placed += [sibling for first in placed for sibling in first.siblings]
         for sequence in self._sequences.values():

@@ -17,6 +17,7 @@ from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.types import Constraint, LogitsProcessor, TokenLogprobs
 
 if TYPE_CHECKING:
+    from hf_triton.runner.image_inputs import PromptImages
     from hf_triton.runner.lora.model_adapters import Adapter
     from hf_triton.sampling.sampler import SampledToken
     from hf_triton.sampling.sequence_sampler import SequenceSampler
@@ -124,6 +125,8 @@ class SequenceGroup(Group[list[Completion]]):
     constraint: Callable[[], Constraint] | None = None
     """The engine's thread calls it once for each sequence; None: they are unconstrained."""
     adapter: Adapter | None = None
+    images: PromptImages | None = None
+    """None: its prompt is text alone."""
     cache_salt: str = ""
     """Groups share cached prefixes with those of the same salt."""
     times: RequestTimes = field(default_factory=RequestTimes)
@@ -267,8 +270,11 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether only its last token is missing."""
-        return self.num_computed > 0 and self.num_missing == 1
+        """Whether only its last token is missing, which stands for no image."""
+        if not self.num_computed or self.num_missing != 1:
+            return False
+        images = self.group.images
+        return images is None or not images.among(self.num_computed, self.num_computed + 1)
 
     @property
     def num_tokens(self) -> int:

@@ -44,7 +44,10 @@ class SequenceAdmission:
     # --- groups ------------------------------------------------------------------------------------------------------
 
     def start_groups(self, num_sequences: int) -> Iterator[SequenceGroup]:
-        """Take queued groups in order while there are slots beside so many sequences; those that have started."""
+        """Take queued groups in order while there are slots beside so many sequences; those that have started.
+
+        Behind one that `generate` has run whole the others have their step first.
+        """
         num_free, takes_any = self.max_sequences - num_sequences, not (num_sequences or self.starting)
         self.starting.extend(self.queue.take(num_free, takes_any=takes_any))
         while self.starting:
@@ -53,6 +56,8 @@ class SequenceAdmission:
             self.starting.popleft()
             if not group.is_finished:
                 yield group
+            elif group.images is not None:
+                return
 
     def num_free(self, num_sequences: int) -> int:
         """Slots beside so many sequences and the groups that start."""

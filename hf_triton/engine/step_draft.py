@@ -7,8 +7,10 @@ from typing import Final
 
 from hf_triton.engine.block_pool import BlockPool
 from hf_triton.engine.engine_config import ModelTraits
+from hf_triton.engine.image_features import ImageFeatures
 from hf_triton.engine.prefix_cache import PrefixCache
 from hf_triton.engine.sequence import Sequence
+from hf_triton.runner.image_inputs import ImageInput
 from hf_triton.runner.step import AdmittedSequence, Step, TokenRange
 
 MIN_CHUNK: Final = 3
@@ -46,7 +48,7 @@ class StepNotes:
 class StepDraft:
     """The ranges of a step, to which decoding sequences are added first."""
 
-    def __init__(self, traits: ModelTraits) -> None:
+    def __init__(self, traits: ModelTraits, features: ImageFeatures) -> None:
         self.ranges: dict[Sequence, TokenRange] = {}
         self.num_left = 0
         """Tokens of chunks that the step has room for yet."""
@@ -54,7 +56,11 @@ class StepDraft:
         """Seconds to wait in place of a step."""
         self.awaiting: set[int] = set()
         """Sequences that sit out the next step, once this one is built."""
+        self.image: ImageInput | None = None
+        """The one whose features it computes."""
+        self._blind: set[Sequence] = set()  # whose chunks wait for features
         self._traits = traits
+        self._features = features
         self._budget = 0  # tokens of chunks that it may compute in all
         self._is_decoding = False
 
@@ -64,7 +70,30 @@ class StepDraft:
         self._budget = self.num_left = self._traits.chunk_sizes.budget(len(self.ranges))
 
     def chunk_size(self, sequence: Sequence) -> int:
-        """Tokens of a context's next chunk; 0: its turn comes later."""
+        """Tokens of a context's next chunk; 0: its turn comes later.
+
+        A chunk waits for the features of its images. A vision tower cannot be cut, so a step runs it for one image at
+        most, and computes as many fewer tokens of chunks.
+        """
+        size, group = self._chunk_size(sequence), sequence.group
+        if group.images is None or not size:
+            return size
+        if sequence in self._blind:  # less room than it was asked with would be no reason to cut it
+            return 0
+        start = sequence.num_computed
+        images = group.images.among(start, start + size)
+        missing = [image for image in images if image is self.image or not self._features.has(group, image)]
+        if missing:
+            self._blind.add(sequence)
+            if self.image is None:
+                self.image = missing[0]
+                self._features.add(group, self.image)
+                self.num_left = max(0, self.num_left - len(self.image.places))
+            return 0
+        return max([size, *(image.end - start for image in images)]) if self._traits.joins_images else size
+
+    def _chunk_size(self, sequence: Sequence) -> int:
+        """The same for text."""
         traits, missing = self._traits, sequence.num_missing
         if traits.prefills_whole:
             return missing if missing <= self.num_left or self.num_left == self._budget else 0
@@ -90,6 +119,7 @@ class StepDraft:
             for sampling in (sequence, *sequence.siblings):
                 sampling.num_inflight += 1
                 samples.append(sampling.id)
+        images = sequence.group.images
         self.ranges[sequence] = TokenRange(
             sequence_id=sequence.id,
             start=start,
@@ -102,6 +132,8 @@ class StepDraft:
             num_scored=num_scored,
             slot=sequence.slot,
             kept_slot=kept_slot,
+            images=tuple(image.number for image in images.among(start, end)) if images else (),
+            positions=images.positions_of(start, end) if images else None,
         )
         sequence.num_computed = end
         self.num_left = max(0, self.num_left - num_tokens)
@@ -116,12 +148,14 @@ class StepDraft:
 
     @property
     def cuts_context(self) -> bool:
-        return not all(tokens.samples for tokens in self.ranges.values())
+        """Whether a context has its rest in later steps, or waits for its image's features."""
+        return self.image is not None or not all(tokens.samples for tokens in self.ranges.values())
 
     def build(self, notes: StepNotes, prefixes: PrefixCache) -> Step:
-        """The step, with what has changed since the last one; without ranges it says how long to wait."""
+        """The step, with what has changed since the last one; one without ranges may say how long to wait."""
+        images, dropped = (self.image,) if self.image else (), self._features.take_dropped()
         if not self.ranges:
-            return Step(wait_s=self.wait_s)
+            return Step(images=images, dropped_images=dropped, wait_s=0.0 if images else self.wait_s)
         ranges = list(self.ranges.values())
         if len(ranges) > 1:
             ranges.sort(key=lambda tokens: (not tokens.is_decode, tokens.slot))
@@ -132,6 +166,8 @@ class StepDraft:
             block_copies=tuple(notes.block_copies),
             full_blocks=tuple(prefixes.full_blocks(ranges)),
             slot_copies=tuple(notes.slot_copies),
+            images=images,
+            dropped_images=dropped,
             stays_inflight=self._traits.runs_ahead and self._can_run_ahead(),
         )
 

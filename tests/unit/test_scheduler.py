@@ -422,7 +422,7 @@ def test_prompts_with_logprobs_fill_the_prefix_cache_and_do_not_read_it() -> Non
 
 def test_blocks_with_nan_are_not_shared_and_nobody_waits_for_them() -> None:
     simulation = Simulation(block_size=4, caches_prefixes=True)
-    simulation.device.is_nan = lambda tokens: any(token == 9 for token, _ in tokens)
+    simulation.device.is_nan = lambda tokens: any(token == 9 for token, *_ in tokens)
     prompt = [*PROMPT[:6], 9, *PROMPT[7:20]]
     simulation.submit(prompt, prompt, max_new_tokens=1)
     simulation.finish()
