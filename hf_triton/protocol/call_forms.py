@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from hf_triton.errors import RequestError, clip
 from hf_triton.protocol.structured_output import MAX_GRAMMAR, Grammar
-from hf_triton.protocol.tool_choice import Tools, arguments_schema, call_schemas
+from hf_triton.protocol.tool_choice import Tools, arguments_schema, call_schemas, moved_schema
 from hf_triton.sentence import param
 
 PLACE: Final = re.compile(r"\{(space|name|arguments|call|calls|id|number|key|value)\}")
@@ -31,6 +31,9 @@ ANYTHING: Final[Mapping[str, Any]] = {"type": "object"}
 SCALARS: Final[Mapping[type, str]] = {str: "string", bool: "boolean", int: "integer", float: "number"}
 ANNOTATIONS: Final = ("title", "description", "default", "examples", "deprecated", "$comment")
 TEXT_KEYWORDS: Final = ("minLength", "maxLength")
+UNIONS: Final = ("anyOf", "oneOf")
+MAX_UNIONS: Final = 2
+"""A union within a union counts; what is deeper has no type."""
 LOCAL: Final = ("#/$defs/", "#/definitions/")
 Part = str | dict[str, Any]
 """A literal; or a place of it, as `Grammar` of the kind `parts` has them."""
@@ -224,23 +227,27 @@ def _check_object(schema: Mapping[str, Any]) -> set[str]:
     return set(required)
 
 
-def typed_schema(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
-    """An argument's schema with its type, which a reference, a value or a list of values may tell."""
+def typed_schema(schema: Any, root: Mapping[str, Any], depth: int = 0) -> dict[str, Any]:
+    """An argument's schema with its types, which references, also of a union, a value or a list of values may tell."""
     seen = 0
     while isinstance(schema, dict) and isinstance(reference := schema.get("$ref"), str) and seen < 8:
         place, _, name = reference.removeprefix("#/").partition("/")
         targets = root.get(place) if f"#/{place}/" in LOCAL else None
-        target = targets.get(name) if isinstance(targets, dict) else None
+        target = root if reference == "#" else targets.get(name) if isinstance(targets, dict) else None
         if not isinstance(target, dict):
             break
         schema, seen = {key: value for key, value in schema.items() if key != "$ref"} | target, seen + 1
     if not isinstance(schema, dict):
         return {}
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if "type" not in schema and isinstance(values, list):
+    typed: dict[str, Any] = dict(schema)
+    for name in UNIONS:
+        if isinstance(choices := typed.get(name), list) and depth < MAX_UNIONS:
+            typed[name] = [typed_schema(choice, root, depth + 1) for choice in choices]
+    values = [typed["const"]] if "const" in typed else typed.get("enum")
+    if "type" not in typed and isinstance(values, list):
         types = [SCALARS.get(type(value), "null" if value is None else "object") for value in values]
-        return schema | {"type": types[0] if len(set(types)) == 1 else list(dict.fromkeys(types))}
-    return schema
+        typed["type"] = types[0] if len(set(types)) == 1 else list(dict.fromkeys(types))
+    return typed
 
 
 def _text(limits: Sequence[str], minimum: int = 0, maximum: int | None = None) -> Value:
@@ -259,11 +266,11 @@ def _other(part: Part) -> Value:
 
 def _values(schema: Mapping[str, Any], root: Mapping[str, Any], limits: Sequence[str]) -> Iterator[Value]:
     """The ways to write a value: text as it is, anything else as JSON. A `ValueError` names what tags cannot hold."""
-    union = next((schema[name] for name in ("anyOf", "oneOf") if name in schema), None)
+    union = next((schema[name] for name in UNIONS if name in schema), None)
     types = schema.get("type", [])
     types = types if isinstance(types, list) else [types]
     if union is not None:
-        choices = [typed_schema(choice, root) for choice in union if isinstance(union, list)]
+        choices = union if isinstance(union, list) else []
     else:
         choices = [{**schema, "type": kind} for kind in types]
     texts = [choice for choice in choices if choice.get("type") == "string"]
@@ -287,8 +294,15 @@ def _values(schema: Mapping[str, Any], root: Mapping[str, Any], limits: Sequence
         if choice == {"type": "number"}:  # of a size that a float has
             yield _other({"kind": "regex", "text": r"-?(0|[1-9][0-9]{0,30})(\.[0-9]{1,30})?"})
             continue
-        definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
-        yield _other(schema_part({**choice, **definitions}))
+        yield _other(schema_part(_alone(choice, root)))
+
+
+def _alone(schema: dict[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
+    """A part of a schema by itself, with what its references lead to."""
+    if '"$ref"' not in json.dumps(schema):
+        return schema
+    own, whole = (moved_schema(part, "#/$defs/0", root.get("$id", "#")) for part in (schema, root))
+    return {**own, "$defs": {"0": whole}}
 
 
 def _text_values(schema: Mapping[str, Any], limits: Sequence[str]) -> Iterator[Value]:

@@ -165,7 +165,7 @@ def call_schemas(
         for index, tool in enumerate(tools)
     ]
     definitions = {
-        index: _moved(schema, f"#/$defs/{index}", schema.get("$id", "#")) for index, schema in schemas.items()
+        index: moved_schema(schema, f"#/$defs/{index}", schema.get("$id", "#")) for index, schema in schemas.items()
     }
     return calls[0] if len(calls) == 1 else {"anyOf": calls}, {"$defs": definitions}
 
@@ -175,10 +175,10 @@ def _array_schema(tools: Tools, is_parallel: bool) -> dict[str, Any]:
     return {"type": "array", "minItems": 1, "items": call} | ({} if is_parallel else {"maxItems": 1}) | definitions
 
 
-def _moved(schema: Any, place: str, identity: object) -> Any:
+def moved_schema(schema: Any, place: str, identity: object) -> Any:
     """A schema whose references to itself, by `#` or its own `$id`, still hold when it stands at another place."""
     if isinstance(schema, list):
-        return [_moved(entry, place, identity) for entry in schema]
+        return [moved_schema(entry, place, identity) for entry in schema]
     if not isinstance(schema, dict):
         return schema
     moved = {}
@@ -187,5 +187,5 @@ def _moved(schema: Any, place: str, identity: object) -> Any:
             local = value.removeprefix(str(identity).removesuffix("#")) or "#"
             moved[name] = place + local[1:] if local.startswith("#") else value
         elif name != "$id" or value != identity:
-            moved[name] = _moved(value, place, identity)
+            moved[name] = moved_schema(value, place, identity)
     return moved

@@ -27,6 +27,8 @@ from hf_triton.runner.lora.model_adapters import Adapter, Adapters, without_peft
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.testing import build_tiny_checkpoint
 from tests.support.adapters import generate_with, save_adapter, wrap
+from tests.support.architectures import STATES, WHOLE, build
+from tests.support.engine import Client, only
 from tests.support.listener import group_of
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -146,6 +148,37 @@ def test_prefixes_of_one_adapter_are_not_reused_for_another(
     expected = [generate_with(checkpoint, folder, prompt, NUM_TOKENS) for folder in (None, *folders.values())]
     for _ in range(2):  # the second time, each finds its own prefix
         assert [started.run((prompt, adapter))[0] for adapter in (None, *adapters)] == expected
+
+
+HYBRIDS = {"qwen3-next": ["in_proj_qkvz", "out_proj", "q_proj"], "falcon-mamba": ["in_proj", "x_proj"]}
+"""Models with states, and layers that write them."""
+
+
+@pytest.mark.parametrize("architecture", HYBRIDS)
+def test_states_of_one_adapter_are_not_reused_for_another(architecture: str, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    build(*(STATES | WHOLE)[architecture]).save_pretrained(base)
+    targets = HYBRIDS[architecture]
+    folders = [None, *(save_adapter(base, tmp_path / str(n), seed=n, target_modules=targets) for n in (1, 2))]
+    started = Started(load_model(base), "continuous", config=EngineConfig(block_size=8))
+    adapters = [folder and started.adapters.load(folder) for folder in folders]
+    client, answered = Client(started.engine), 0
+    conversations = [list(range(10, 90)) for _ in folders]
+    for turn in range(3):  # all three at once, each behind a past of its own from the second on
+        for prompt, adapter in zip(conversations, adapters, strict=True):
+            client.submit(prompt, SamplingParams(NUM_TOKENS), adapter=adapter)
+        completions = [only(outcome) for outcome in client.outcomes()[answered:]]
+        answered = client.num_submitted
+        for prompt, folder, completion in zip(conversations, folders, completions, strict=True):
+            assert completion.token_ids == generate_with(base, folder, prompt, NUM_TOKENS)
+            assert (completion.num_cached > 0) is (turn > 0)
+        if turn:
+            conversations = [
+                [*prompt, *completion.token_ids, 200, 201]
+                for prompt, completion in zip(conversations, completions, strict=True)
+            ]
+    started.engine.close()
+    assert len({tuple(prompt) for prompt in conversations}) == len(folders)
 
 
 def test_steps_ahead_of_the_host_with_adapters_equal_peft(checkpoint: Path, folders: dict[str, Path]) -> None:

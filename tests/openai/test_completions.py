@@ -101,6 +101,22 @@ def test_only_allowed_tokens_come(client: openai.OpenAI) -> None:
         client.completions.create(prompt="a", extra_body=extra, **asked)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_stands_before_a_suffix_is_filled_in(client: openai.OpenAI, stream: bool) -> None:
+    """As the family's own tokens around the prefix and the suffix have it, for each prompt."""
+    asked: dict[str, Any] = {"model": "bare", "max_tokens": 8, "temperature": 0}
+    prefixes, suffix = ["def half(x):", "def twice(x):"], "  return y"
+    written = [f"<|fim_prefix|>{prefix}<|fim_suffix|>{suffix}<|fim_middle|>" for prefix in prefixes]
+    expected = [choice.text for choice in client.completions.create(prompt=written, **asked).choices]
+    assert len({*expected, client.completions.create(prompt=prefixes[0], **asked).choices[0].text}) == 3
+    answer = client.completions.create(prompt=prefixes, suffix=suffix, stream=stream, **asked)
+    texts = ["", ""]
+    for part in answer if stream else [answer]:
+        for choice in part.choices:
+            texts[choice.index] += choice.text
+    assert texts == expected
+
+
 def test_a_suffix_needs_a_model_that_fills_in(client: openai.OpenAI) -> None:
     for fields, sentence in (
         ({"suffix": "b"}, "suffix needs tokens for filling in the middle"),

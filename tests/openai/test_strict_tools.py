@@ -66,3 +66,44 @@ def test_a_wrong_call_is_not_made(agents: GatewayThread, path: str, called: str,
     assert ask(agents, path, model, SAYS[model], 60, strict=True) == ([], cut)
     calls, _ = ask(agents, path, model, SAYS[model], 400)
     assert [name for name, _ in calls] == ["nope"]
+
+
+def choices(gateway: GatewayThread, model: str, *, stream: bool, **more: Any) -> list[dict[str, Any]]:
+    """The choices of a chat with a strict tool: content, name and arguments of calls, tokens, and how it ended."""
+    tool = {"type": "function", "function": {"name": "weather", "strict": True, "parameters": SCHEMA}}
+    body = {"model": model, "messages": [{"role": "user", "content": SAYS[model]}], "tools": [tool], **more}
+    body |= {"max_tokens": 400, "stream": stream}
+    answer = httpx.post(gateway.url + CHAT, json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    events = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")] if stream else [answer.text]
+    made: dict[int, dict[str, Any]] = {}
+    for choice in (choice for event in events for choice in json.loads(event)["choices"]):
+        own = made.setdefault(choice["index"], {"content": "", "calls": {}, "tokens": ""})
+        said = choice["delta" if stream else "message"]
+        own["content"] += said.get("content") or ""
+        for number, call in enumerate(said.get("tool_calls") or ()):
+            written = own["calls"].setdefault(call.get("index", number), ["", ""])
+            written[0] += call["function"].get("name") or ""
+            written[1] += call["function"]["arguments"]
+        own["tokens"] += "".join(token["token"] for token in (choice.get("logprobs") or {}).get("content") or ())
+        own["ended"] = choice["finish_reason"] or own.get("ended")
+    return [made[index] for index in sorted(made)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("model", SAYS)
+def test_other_parameters_go_with_strict_tools(agents: GatewayThread, model: str, stream: bool) -> None:
+    several = choices(agents, model, stream=stream, n=2, logprobs=True, stop=["no such text"])
+    assert [choice["ended"] for choice in several] == ["tool_calls"] * 2
+    for choice in several:
+        [(name, arguments)] = choice["calls"].values()
+        assert name == "weather"
+        jsonschema.validate(json.loads(arguments), SCHEMA)
+        assert "".join(arguments.split()) in "".join(choice["tokens"].split())
+    [cut] = choices(agents, model, stream=stream, stop=['"city"'])
+    assert (cut["calls"], cut["ended"]) == ({}, "stop")
+    assert '"city"' not in cut["content"]
+    form = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA}}
+    [formed] = choices(agents, model, stream=stream, response_format=form)
+    assert (formed["calls"], formed["ended"]) == ({}, "stop")
+    jsonschema.validate(json.loads(formed["content"]), SCHEMA)

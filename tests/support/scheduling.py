@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from hf_triton.engine.block_memory import BlockMemory
 from hf_triton.engine.engine_config import EngineConfig, ModelTraits
 from hf_triton.engine.protocols import Observer
@@ -19,6 +21,7 @@ from hf_triton.engine.state_pool import StatePool
 from hf_triton.engine.waiting_queue import WaitingQueue
 from hf_triton.errors import HfTritonError
 from hf_triton.runner.device import ChunkSizes
+from hf_triton.runner.image_inputs import ImageInput, PromptImages
 from hf_triton.runner.step import Step, TokenRange
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.sampler import SampledToken
@@ -26,6 +29,8 @@ from tests.support.listener import Functions
 
 CHUNK_SIZES = ChunkSizes(16, 8)
 VOCABULARY = 5
+PLACEHOLDER = 4
+"""A token that may be sampled, too."""
 
 
 def next_token(context: list[int], index: int) -> int:
@@ -58,24 +63,32 @@ class FakeSampler:
 class FakeDevice:
     """Runs steps: remembers which token was written to each place, and checks what every token attends to.
 
-    The next token is a function of the whole context. Beside the token, a place has the adapter and the rotary
-    frequencies that its keys were computed with.
+    The next token is a function of the whole context. Beside the token, a place has the adapter, the rotary
+    frequencies and the feature of an image that its keys were computed with.
     """
 
-    def __init__(self, block_size: int, recompute_length: float) -> None:
+    def __init__(self, block_size: int, recompute_length: float, *, joins_images: bool = False) -> None:
         self.fails: Callable[[Step], bool] = lambda _: False
         """Whether a step fails after it has written its tokens."""
-        self.is_nan: Callable[[Iterable[tuple[int, Any]]], bool] = lambda _: False
+        self.is_nan: Callable[[Iterable[tuple[int, Any, Any]]], bool] = lambda _: False
         """Whether a full block, of which it is given the tokens and their kinds, has NaN."""
+        self.is_blind: Callable[[ImageInput], bool] = lambda _: False
+        """Whether the vision tower fails on an image."""
+        self.towers: list[ImageInput] = []
+        """The images whose features were computed, in order."""
+        self.features: dict[int, bytes] = {}
+        """Digests of the images whose features are kept, by number."""
         self.sequences: dict[int, Sequence] = {}
         self.num_computed = Counter[SequenceGroup]()
         """Tokens computed of each group, in the order of their first steps."""
         self._block_size = block_size
         self._recompute_length = recompute_length
+        self._joins_images = joins_images
         self._contents: dict[int, dict[int, Any]] = {}  # by block and place
         self._states: dict[int, list[tuple[int, Any]]] = {}  # by slot: the tokens that it has seen, and their kinds
         self._generated: dict[int, list[int]] = {}  # by sequence, those in flight included
         self._adapters: dict[int, str | None] = {}
+        self._sent: set[int] = set()  # images that have been in a step, and were not dropped since
         self._inflight: StepOutput | None = None
 
     def add(self, sequence: Sequence) -> None:
@@ -84,6 +97,19 @@ class FakeDevice:
     def give_back(self, blocks: list[int]) -> None:
         for block in blocks:
             self._contents.pop(block, None)
+
+    def drop_images(self, numbers: tuple[int, ...]) -> None:
+        for number in numbers:
+            self._sent.remove(number)  # each is named once
+            self.features.pop(number, None)
+
+    def compute_image(self, image: ImageInput) -> None:
+        self._sent.add(image.number)
+        if self.is_blind(image):
+            raise RuntimeError("the tower failed")
+        if image.digest not in self.features.values():
+            self.towers.append(image)
+        self.features[image.number] = image.digest
 
     def run(self, step: Step) -> Iterator[StepOutput]:
         """As the executor does."""
@@ -132,6 +158,41 @@ class FakeDevice:
     def _kind(self, part: TokenRange) -> tuple[str | None, bool]:
         return self._adapters[part.sequence_id], part.context_length >= self._recompute_length
 
+    def _features(self, part: TokenRange) -> list[tuple[bytes, int] | None]:
+        """The feature that each token's keys are to be computed with: of which image, and which one."""
+        images = self.sequences[part.sequence_id].group.images
+        features: list[tuple[bytes, int] | None] = [None] * part.end
+        for image in images.images if images else ():
+            for at, place in enumerate(image.places.tolist()):
+                if place < part.end:
+                    features[place] = image.digest, at
+        return features
+
+    def _read_features(self, part: TokenRange) -> list[tuple[bytes, int] | None]:
+        """Those of a range's tokens, read from what is kept: `KeyError` if it is not."""
+        images = self.sequences[part.sequence_id].group.images
+        if images is None:
+            assert part.images == ()
+            assert part.positions is None
+            return [None] * part.num_tokens
+        by_number = {image.number: image for image in images.images}
+        features: list[tuple[bytes, int] | None] = [None] * part.num_tokens
+        for number in part.images:
+            places = by_number[number].places.tolist()
+            inside = [(at, place) for at, place in enumerate(places) if part.start <= place < part.end]
+            assert inside
+            assert not self._joins_images or len(inside) == len(places)
+            for at, place in inside:
+                features[place - part.start] = self.features[number], at
+        if images.positions is None:
+            assert part.positions is None
+        else:
+            behind = [int(images.positions.max()) + 1 + at for at in range(part.end)]
+            expected = [[*axis, *behind][part.start : part.end] for axis in images.positions.tolist()]
+            assert part.positions is not None
+            assert part.positions.tolist() == expected
+        return features
+
     def _write(self, part: TokenRange, pending: StepOutput | None) -> None:
         assert len(part.block_table) == -(-part.end // self._block_size)
         token_ids, kind = part.token_ids, self._kind(part)
@@ -140,19 +201,23 @@ class FakeDevice:
             assert not self.sequences[part.sequence_id].sampler.needs_host
             token_ids = [pending.tokens[part.sequence_id].token_id]
         assert len(token_ids) == part.num_tokens > 0
-        for position, token in enumerate(token_ids, part.start):
+        written = [(token, kind, feature) for token, feature in zip(token_ids, self._read_features(part), strict=True)]
+        for position, content in enumerate(written, part.start):
             block, place = divmod(position, self._block_size)
-            self._contents.setdefault(part.block_table[block], {})[place] = token, kind
+            self._contents.setdefault(part.block_table[block], {})[place] = content
         if part.slot >= 0:
             before = self._states[part.slot] if part.start else []
-            self._states[part.slot] = before + [(token, kind) for token in token_ids]
+            self._states[part.slot] = before + written
         self.num_computed[self.sequences[part.sequence_id].group] += part.num_tokens
 
     def _check(self, part: TokenRange) -> None:
         """The whole sequence is in the blocks of its table, as this sequence would compute it."""
         read = [self._contents[block].get(place) for block in part.block_table for place in range(self._block_size)]
         expected = self._context(part.sequence_id)[: part.end]
-        assert read[: part.end] == [(token, self._kind(part)) for token in expected]
+        features = self._features(part)
+        assert read[: part.end] == [
+            (token, self._kind(part), each) for token, each in zip(expected, features, strict=True)
+        ]
         assert part.slot < 0 or self._states[part.slot] == read[: part.end]
         assert not part.samples or self._kind(part)[1] == (part.end >= self._recompute_length)
 
@@ -187,6 +252,7 @@ class Simulation:
         slot_tokens: int = 0,
         num_kept_states: int = 0,
         kept_state_tokens: int = 4096,
+        spare_image_tokens: int = 4096,
         refuses: Callable[[SequenceGroup], bool] = lambda _: False,
         needs_host: Callable[[SequenceGroup], bool] = lambda _: False,
         max_memory_wait_s: float = 0.0,
@@ -195,7 +261,7 @@ class Simulation:
     ) -> None:
         self.budget, self.queue, self.observer = FakeBudget(max_tokens), WaitingQueue(0.0), PreemptObserver()
         model = ModelTraits(traits.pop("chunk_sizes", CHUNK_SIZES), **traits)
-        self.device = FakeDevice(block_size, model.recompute_length)
+        self.device = FakeDevice(block_size, model.recompute_length, joins_images=model.joins_images)
         budget: Any = self.budget
         self.memory = BlockMemory(
             budget,
@@ -214,7 +280,11 @@ class Simulation:
             max_sequences=max_sequences,
             start=self._start,
             observer=self.observer,
-            config=EngineConfig(max_memory_wait_s=max_memory_wait_s, kept_state_tokens=kept_state_tokens),
+            config=EngineConfig(
+                max_memory_wait_s=max_memory_wait_s,
+                kept_state_tokens=kept_state_tokens,
+                spare_image_tokens=spare_image_tokens,
+            ),
         )
         self.recovery = Recovery(self.scheduler, self.memory)
         self.last = Step()
@@ -238,6 +308,7 @@ class Simulation:
         max_new_tokens: int = 20,
         priority: int = 0,
         adapter: Any = None,
+        images: PromptImages | None = None,
         **params: Any,
     ) -> list[SequenceGroup]:
         """Queue one request with these prompts; a number stands for a prompt of that length, unlike any other."""
@@ -245,7 +316,7 @@ class Simulation:
         groups = []
         for prompt in prompts:
             token_ids = [next(UNLIKE), *[3] * (prompt - 1)] if isinstance(prompt, int) else prompt
-            groups.append(SequenceGroup(token_ids, sampling, priority=priority, adapter=adapter))
+            groups.append(SequenceGroup(token_ids, sampling, priority=priority, adapter=adapter, images=images))
             groups[-1].listener = Functions(on_finish=partial(self.outcomes.__setitem__, groups[-1]))
         self.queue.add(groups)
         return groups
@@ -253,6 +324,13 @@ class Simulation:
     def step(self) -> list[int]:
         """The tokens of each range that a step computes; of decoding sequences first."""
         self.last = self.scheduler.schedule()
+        self.device.drop_images(self.last.dropped_images)
+        for image in self.last.images:
+            try:
+                self.device.compute_image(image)
+            except RuntimeError:
+                for group in self.scheduler.features.users(image):
+                    group.finish(HfTritonError("generation_failed", "the tower failed"))
         try:
             for output in self.device.run(self.last):
                 self.scheduler.update(output)
@@ -264,6 +342,26 @@ class Simulation:
 
     def steps(self, count: int) -> list[list[int]]:
         return [self.step() for _ in range(count)]
+
+    def see(self, *parts: int | bytes, has_positions: bool = False, **options: Any) -> SequenceGroup:
+        """Queue a prompt of so many tokens of text, and of images, of which each byte is a feature."""
+        token_ids: list[int] = []
+        images: list[ImageInput] = []
+        for part in parts:
+            if isinstance(part, bytes):
+                places = np.arange(len(token_ids), len(token_ids) + len(part))
+                images.append(ImageInput(places, {}, part.ljust(32, b".")))
+                token_ids += [PLACEHOLDER] * len(part)
+            else:
+                token_ids += [3] * part
+        positions = np.stack([np.arange(len(token_ids)), np.arange(len(token_ids)) // 2]) if has_positions else None
+        (group,) = self.submit(token_ids, images=PromptImages(tuple(images), {}, positions), **options)
+        return group
+
+    def rest(self) -> None:
+        """Let go of what an idle engine does; nothing is left."""
+        self.device.drop_images(self.scheduler.features.take_dropped(is_idle=True))
+        assert not self.device.features
 
     def finish(self, max_steps: int = 2000) -> list[list[int]]:
         """Step until every group has its outcome; no block is held then."""

@@ -339,7 +339,10 @@ def test_tools_that_are_not_strict_have_any_arguments() -> None:
         ({"enum": ["a", "b"]}, "b"),
         ({"enum": [1, 2]}, "2"),
         ({"anyOf": [{"$ref": "#/$defs/D"}, {"type": "null"}]}, "null"),
+        ({"anyOf": [{"$ref": "#/$defs/D"}, {"type": "null"}]}, "[1]"),
         ({"$ref": "#/$defs/D"}, "[1]"),
+        ({"type": "array", "items": {"$ref": "#"}}, '[{"x": []}]'),
+        ({"anyOf": [{"$ref": "#"}, {"type": "null"}]}, '{"x": null}'),
         ({"type": ["string", "null"], "enum": ["a", None]}, "a"),
         ({"type": "string", "minLength": 1}, "a > b\n"),
         ({}, "anything"),
@@ -363,6 +366,7 @@ def test_arguments_in_tags_are_what_the_schema_says(schema: dict[str, Any], valu
         ),
         ("qwen3-coder", {"name": "f", "parameters": {"properties": {"x": {"minimum": 1}}}}, "without a type"),
         ("glm-4.5", {"name": "f", "parameters": {"anyOf": []}}, "anyOf"),
+        ("glm-4.5", {"name": "f", "parameters": {"$ref": "#"}}, r"\$ref.*: leave it out, or say strict false"),
         ("glm-4.5", {"name": "a b"}, "a name of letters"),
     ],
 )

@@ -5,6 +5,7 @@
 import json
 import logging
 import random
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,6 +39,7 @@ TOOLS = [
         },
     }
 ]
+LARGEST = sys.float_info.max
 CITY = '{"city": "Köln", "days": 2}'
 R1_CALL = f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{CITY}\n```<｜tool▁call▁end｜>"
 CALL = f'<tool_call>\n{{"name": "weather", "arguments": {CITY}}}\n</tool_call>'
@@ -225,6 +227,14 @@ EXAMPLES: list[tuple[str, str, str, str | None, str | None, list[str]]] = [
     ),
     ("pythonic", "", "[weather(city='Köln', days=2), weather()]", None, None, [CITY, "{}"]),
     ("pythonic", "", '<|python_tag|>[weather(city="Köln", days=2)]', None, None, [CITY]),
+    (
+        "pythonic",
+        "",
+        "[weather(city='1e999', days=[1e999])]",
+        None,
+        None,
+        [f'{{"city": "1e999", "days": [{LARGEST}]}}'],
+    ),
     ("llama3", "", f'{{"name": "weather", "parameters": {CITY}}}', None, None, [CITY]),
     ("llama3", "", f'<|python_tag|>{{"name": "weather", "parameters": {CITY}}}', None, None, [CITY]),
     (
@@ -439,15 +449,17 @@ def test_pieces_of_any_size_make_the_same_message(
 
 @pytest.mark.full
 @pytest.mark.parametrize("step", [None, 1, 3])
-@pytest.mark.parametrize(("name", "prompt", "text", "content", "reasoning"), [each[:5] for each in EXAMPLES if each[4]])
-def test_a_message_that_is_cut_shows_no_part_of_a_tag_of_reasoning(
-    name: str, prompt: str, text: str, content: str | None, reasoning: str, step: int | None
+@pytest.mark.parametrize(
+    ("name", "prompt", "text", "content", "reasoning", "arguments"), [each for each in EXAMPLES if each[4]]
+)
+def test_a_message_that_is_cut_shows_no_part_of_a_tag_of_its_texts(
+    name: str, prompt: str, text: str, content: str | None, reasoning: str, arguments: list[str], step: int | None
 ) -> None:
     end_of_reasoning = text.index("Hm.") + len(reasoning)
     for end in range(len(text)):
         made = message(reader_of(shipped_template(name), prompt), text[:end], step, is_cut=True)
         assert reasoning.startswith(made.get("reasoning_content", "")), text[:end]
-        if end < end_of_reasoning + 10:
+        if end < end_of_reasoning + 10 or not (arguments or name == "gemma4"):  # whose tags are tokens
             assert (content or "").startswith(made["content"] or ""), text[:end]
 
 

@@ -32,6 +32,7 @@ from hf_triton.tasks.text_generation.conversation_form import (
     lacking_fields,
     lost_parts,
     marked,
+    parts_of,
     shape,
 )
 
@@ -181,7 +182,7 @@ def names_role(template: str, role: str) -> bool:
 
 def _with_parts(message: Message) -> Message:
     """A message with its content as OpenAI's array of parts."""
-    return message | {"content": [{"type": "text", "text": message["content"]}]}
+    return message | {"content": parts_of(message["content"])}
 
 
 def _is_beside_calls(part: Part, messages: Sequence[Message], lost: Sequence[Part]) -> bool:

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
-import sys
 from collections.abc import Mapping
 from functools import cache
 from types import MappingProxyType
@@ -23,7 +21,7 @@ import regex  # type: ignore[import-untyped]
 from hf_triton.errors import where
 from hf_triton.tasks.text_generation.message import JsonDepth, MessageReader, calls_of
 from hf_triton.tasks.text_generation.tag_calls import Call
-from hf_triton.tasks.text_generation.value_syntax import PYTHON, depth_of, plain_text, read_python
+from hf_triton.tasks.text_generation.value_syntax import PYTHON, depth_of, finite, plain_text, read_python
 
 logger = logging.getLogger(__name__)
 
@@ -76,11 +74,11 @@ def _parser_class() -> Any:
             self._process(events, eos=is_last)
 
         def _drop_cut_tag(self) -> None:
-            """Forget the beginning of a tag of reasoning, or of a message's header, at the end of the text."""
-            watch = [
-                (kind, field) for kind, field in self._watchlist() if field.name in REASONING or self._current is None
-            ]
-            if self._current in REASONING or not self._opened:
+            """Forget the beginning of a tag of reasoning, of a header, or of what closes a text, at the very end."""
+            names = {*REASONING, self._current}
+            watch = [(kind, field) for kind, field in self._watchlist() if field.name in names or self._current is None]
+            is_in_text = self._current != self._implicit_name and not self._raw_field()
+            if is_in_text or self._current in REASONING or not self._opened:
                 self._buffer = self._buffer[: self._scan(watch, eos=False)[1]]
 
         def unread(self) -> str:
@@ -354,8 +352,8 @@ class TemplateReader(MessageReader):
 
 def _finite(value: Any) -> Any:
     """A value of JSON with numbers that are beyond those of a float (1e999) as the largest one."""
-    if isinstance(value, float) and math.isinf(value):
-        return math.copysign(sys.float_info.max, value)
+    if isinstance(value, float):
+        return finite(value)
     if isinstance(value, list):
         return [_finite(entry) for entry in value]
     return {name: _finite(entry) for name, entry in value.items()} if isinstance(value, dict) else value

@@ -197,7 +197,7 @@ class _Template:
 
         assert self.compiled is not None
         field, function = self.compiled.fields.get(TOOL_CALLS), tool["function"]
-        root = function.get("parameters", {})
+        root = {"type": "object", **function.get("parameters", {})}
         if field is None or not isinstance(properties := root.get("properties"), dict):
             return dict(tool)
         typed = {name: typed_schema(schema, root) for name, schema in properties.items()}

@@ -8,7 +8,9 @@ no words, `None`, and line ends and backslashes in the strings of Python. That i
 from __future__ import annotations
 
 import json
+import math
 import re
+import sys
 from typing import Any, Final
 
 from hf_triton.tasks.text_generation.message import JsonDepth
@@ -23,7 +25,10 @@ BARE: Final = (
     r'(?<=[{,])\s*(?P<key>[^\s{}\[\],:"][^{}\[\],:"]{0,256})(?=:)|\b(?P<name>True|False|None)\b'
 )
 """A string of JSON, perhaps cut off, a key without quotes, and what Python calls otherwise than JSON."""
-PYTHON_TOKEN: Final = re.compile(rf"{STRING.pattern}|(?P<number>(?<![\w.])-?[0-9]{{16,400}}(?![\w.]))", re.DOTALL)
+PYTHON_TOKEN: Final = re.compile(
+    rf"{STRING.pattern}|(?<![\w.])(?:(?P<number>-?[0-9]{{16,400}}(?![\w.]))|(?P<float>-?[0-9]+(?:\.[0-9]+)?[eE]\+?[0-9]{{3,9}}))",
+    re.DOTALL,
+)
 MAX_NUMBER: Final = 2**53 - 1
 """The largest whole number that transformers reads in Python."""
 LINE_ENDS: Final = {"\n": "\\n", "\r": "\\r", "\\\n": ""}
@@ -55,7 +60,12 @@ def plain_text(field: Any, text: str) -> str:
 
 
 def _python_token(match: re.Match[str]) -> str:
-    """A string; or a whole number, as text if it is too large: the schema makes it a number again."""
+    """A string; a float, the largest one at most; or a whole number, as text if it is too large for transformers.
+
+    The schema makes such a text a number again.
+    """
+    if match["float"]:
+        return repr(finite(float(match["float"])))
     if match["number"] is None:
         return ESCAPE.sub(_escape, match[0])
     return match[0] if abs(int(match[0])) <= MAX_NUMBER else f'"{match[0]}"'
@@ -75,6 +85,11 @@ def _escape(match: re.Match[str]) -> str:
     if (meant := LINE_ENDS.get(match[0])) is not None:
         return meant
     return match[0] if match[1][0] in "\\'\"/bfnrt" or len(match[1]) > 1 else f"\\\\{match[1]}"
+
+
+def finite(number: float) -> float:
+    """A number, the largest one in place of infinity: JSON has none."""
+    return math.copysign(sys.float_info.max, number) if math.isinf(number) else number
 
 
 def read_python(text: str) -> Any:
