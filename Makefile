@@ -52,6 +52,7 @@ GPTQ := .venv/gptq/.set-up
 PROGRAMS := .venv/programs/.set-up
 RAY := .venv/ray/.set-up
 TRITON := .venv/triton/.set-up
+TORCHVISION := .venv/torchvision/.set-up
 
 .PHONY: help setup setup-python312 ports serve test test-all test-python312 on-python312 test-clients bench soak check format docs lock test-gptq test-ray test-page \
   test-container wheel clean
@@ -90,7 +91,7 @@ serve: ports $(SERVER) ## Serve the demo model, or the folders in MODELS=...; HT
 test: $(SETUP) $(PERF_ANALYZER) $(PROGRAMS) ## Run the tests; TESTS=tests/unit for some of them
 	$(call pytest,not container and not full)
 
-test-all: $(SETUP) $(PERF_ANALYZER) $(PROGRAMS) $(TRITON) ## Run every test: all architectures, the simulated GPU, a short soak
+test-all: $(SETUP) $(PERF_ANALYZER) $(PROGRAMS) $(TRITON) $(TORCHVISION) ## Run every test: all architectures, the simulated GPU, a short soak
 	$(call pytest,not container)
 
 # What another Python can break is how a module is compiled and imported, Triton's stub, threads and event loops: each client
@@ -124,6 +125,15 @@ $(PROGRAMS): $(SETUP) tests/server/programs.sh
 # Triton's language, whose interpreter runs the kernels of GPUs; apart, because torch would use it (700 MB).
 $(TRITON): $(SETUP)
 	$(BIN)/pip install --quiet --no-deps --upgrade --target $(@D) triton==3.7.1
+	@touch $@
+
+# Processors with a video part need it. Apart, as the build for CUDA, beside torch for a CPU, breaks transformers' import
+# unless its operators are declared first (24 MB).
+$(TORCHVISION): $(SETUP) tests/support/torchvision_operators.py
+	rm -rf $(@D)
+	$(BIN)/pip install --quiet --no-deps --target $(@D) torchvision==0.28.0
+	cat tests/support/torchvision_operators.py $(@D)/torchvision/__init__.py > $(@D)/declared.py
+	mv $(@D)/declared.py $(@D)/torchvision/__init__.py
 	@touch $@
 
 CLIENTS := $(LITELLM) $(GENAI_PERF) $(AIPERF) $(FRAMEWORKS) $(NPM) $(AGENTS) $(INSTRUCTOR) $(AIDER) $(CODING_AGENTS)

@@ -321,8 +321,15 @@ class ModelSettings(BaseModel):
     """Maximum length of one audio in seconds, for `automatic-speech-recognition`."""
 
     max_image_pixels: Count = 1 << 25
-    """Maximum width times height of one image, for `image-classification` and image `embeddings`, checked before it is
-    decoded: a small file may hold a huge image."""
+    """Maximum width times height of one image, checked before it is decoded: a small file may hold a huge image."""
+
+    max_images: Annotated[int, annotated_types.Ge(0), annotated_types.Le(1024)] = 16
+    """Maximum number of images of one prompt, for a model that generates text and reads images. 0: it is served for its
+    text alone."""
+
+    max_image_bytes: Count = 20 << 20
+    """Maximum size of one image file of a prompt in bytes, as the file is, without base64. The images of a prompt do
+    not count in `max_prompt_bytes`."""
 
     exclude_input_in_output: bool = False
     """Default of the request parameter `exclude_input_in_output`: whether `text_output` leaves out the prompt."""

@@ -134,6 +134,12 @@ def panels() -> Iterator[tuple[str, list[Panel]]]:
                 "percentunit",
             ),
             Panel(
+                "Images",
+                "Images of prompts per second, and the tokens that stand for them.",
+                {"{{model}} images": _rate(declared.IMAGES), "{{model}} tokens": _rate(declared.IMAGE_TOKENS)},
+            ),
+            _times("Vision tower", declared.TOWER_TIME),
+            Panel(
                 "Tokens by adapter",
                 "Tokens per second of each LoRA adapter, of prompts and generated; without a name, the model's own.",
                 {

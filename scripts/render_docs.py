@@ -261,6 +261,8 @@ FOLDER_BOUNDS = {
     "tokens of a completion, if the request has no limit": "max_output_length",
     "seconds of an audio": "max_audio_seconds",
     "pixels of an image": "max_image_pixels",
+    "images of a prompt": "max_images",
+    "bytes of one of them": "max_image_bytes",
     "seconds of a download": "download_timeout_s",
 }
 

@@ -5,6 +5,7 @@ import functools
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,16 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-from tests.support.paths import ROOT
+from tests.support.paths import ROOT, TORCHVISION
 
 # Two workers with two OpenMP threads each would wait for one another at every barrier. Read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Beside a gateway's thread, gRPC's handlers of a fork crash one in a hundred new processes. Read when grpc is imported.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
+# Processors with a video part need torchvision; found before transformers is imported, or not at all.
+if TORCHVISION.is_dir():
+    sys.path.append(str(TORCHVISION))
 
 FOREIGN = ("HF_", "TRANSFORMERS_", "HUGGING_FACE_", "HUGGINGFACE", "PRIVATE_REPO_TOKEN", "XDG_CACHE_HOME")
 SHARED_SERVERS = {

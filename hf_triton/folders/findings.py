@@ -150,6 +150,7 @@ class FolderCheck:
         with self._errors("model"):
             from hf_triton.hub.checkpoint import context_length
             from hf_triton.hub.pretrained import IMAGE_CLASSIFIER, READ_IMAGES, load_config, load_image_processor
+            from hf_triton.hub.processor import load_processor, reads_images
 
             model_config = load_config(checkpoint, settings)
         if model_config is None:
@@ -167,6 +168,10 @@ class FolderCheck:
         if task is not None and task.auto_class in READ_IMAGES:
             with self._errors("image processor"):
                 self._add("image processor", "ok", type(load_image_processor(checkpoint, settings)).__name__)
+        if task is None and reads_images(model_config):
+            processor, obstacle = load_processor(checkpoint, model_config, settings)
+            sentence = f"served for its text alone: {obstacle}" if obstacle else type(processor).__name__
+            self._add("images", "warning" if obstacle else "ok", sentence)
         if task is not None and task.auto_class == IMAGE_CLASSIFIER:
             return
         with self._errors("tokenizer"):

@@ -23,6 +23,7 @@ from hf_triton.hub.pretrained import (
     loading,
     silence_transformers,
 )
+from hf_triton.hub.processor import load_processor
 from hf_triton.hub.snapshot import purge_damaged
 from hf_triton.protocol.parameters import (
     GREEDY_BELOW,
@@ -91,9 +92,13 @@ class Checkpoint:
     folder: Path = Path()
     """Its files."""
     image_processor: Any = None
-    """transformers' own, of a model that reads images."""
+    """transformers' own, of an encoder that reads images."""
     stop_strings: tuple[str, ...] = ()
     """Its generation_config's, which a request's own replace."""
+    processor: Any = None
+    """transformers' own, of a model that generates text and takes images."""
+    image_obstacle: str = ""
+    """Why a model that could read images has no processor."""
 
     @property
     def vocabulary_size(self) -> int:
@@ -165,6 +170,9 @@ def _load(
         config = load_config(folder, settings)
         tokenizer = None if auto_class == IMAGE_CLASSIFIER else load_tokenizer(tokenizer_folder, settings)
         image_processor = load_image_processor(folder, settings) if auto_class in READ_IMAGES else None
+        processor, obstacle = (None, "") if auto_class else load_processor(folder, config, settings)
+        if tokenizer is not None and processor is not None and not tokenizer.chat_template:
+            tokenizer.chat_template = getattr(processor, "chat_template", None)
         device_map = placement.device_map()
         if placement.kind == "GPU":
             import torch
@@ -182,7 +190,7 @@ def _load(
         length = min(length, max_positions(model) or length, tokenizer.model_max_length)
     with loading("generation_config.json", settings, folder):
         stop_strings = () if auto_class else _take_stop_strings(model)
-    checkpoint = Checkpoint(tokenizer, model, length, folder, image_processor, stop_strings)
+    checkpoint = Checkpoint(tokenizer, model, length, folder, image_processor, stop_strings, processor, obstacle)
     if image_processor is None:
         _check_vocabulary(checkpoint, settings)
     if auto_class is None:

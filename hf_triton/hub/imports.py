@@ -9,8 +9,12 @@ it all the same.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import importlib
+import importlib.util
 import json
+import logging
 import sys
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
@@ -19,6 +23,8 @@ from typing import Final
 from hf_triton.files import read_text
 from hf_triton.hub.compiler_stand_ins import put_stand_ins
 from hf_triton.settings import ModelSettings
+
+logger = logging.getLogger(__name__)
 
 IMAGES: Final = "image", "vision", "pil"
 SOUND: Final = "audio", "sound", "speech"
@@ -46,6 +52,8 @@ def import_transformers(sources: Iterable[Path], settings: ModelSettings) -> Non
         return
     text = _own_text(sources, settings)
     asked = {name for name, words in ASKED_BY.items() if name in sys.modules or any(word in text for word in words)}
+    if "torchvision" in asked and torchvision_fault():
+        asked.remove("torchvision")  # one that is made for another torch breaks transformers' import
     gc.disable()
     try:
         with hidden(ASKED_BY.keys() - asked), contextlib.ExitStack() as stack:
@@ -57,6 +65,21 @@ def import_transformers(sources: Iterable[Path], settings: ModelSettings) -> Non
     finally:
         gc.enable()
     gc.freeze()  # a quarter of a million objects that live as long as the process
+
+
+@functools.cache
+def torchvision_fault() -> str:
+    """Why transformers cannot use torchvision here; empty: it can."""
+    if sys.modules.get("torchvision") is None and importlib.util.find_spec("torchvision") is None:
+        return "it is not installed"
+    try:
+        importlib.import_module("torchvision")
+    except Exception as error:  # whatever a compiled library of another build does
+        import torch
+
+        logger.warning("torchvision is not used: %s", error)
+        return f"the installed one does not fit torch {torch.__version__}"
+    return ""
 
 
 def _own_text(sources: Iterable[Path], settings: ModelSettings) -> str:

@@ -14,7 +14,7 @@ import json
 import logging
 import re
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,6 +28,7 @@ from hf_triton.hub.imports import hidden
 from hf_triton.hub.kernels import CAPABILITIES, describe_lack, use_pulled
 from hf_triton.hub.kind import find_tasks, read_object
 from hf_triton.hub.load_failures import explain_load
+from hf_triton.hub.processor import check_sides, image_obstacle, reads_images
 from hf_triton.hub.scales import BLOCK, check_scales, whole_blocks
 from hf_triton.hub.sentence_names import SPARSE_LINEAR
 from hf_triton.hub.sizes import check_sizes
@@ -41,8 +42,6 @@ CHAT_TEMPLATE: Final = "chat_template.json"
 """Older image processors keep their chat template here, which tokenizers do not read."""
 GPU_PACKAGES: Final = "fla", "causal_conv1d", "mamba_ssm"
 """Kernels for hybrid and state-space models."""
-MAX_SIDE: Final = 8192
-"""The most pixels of a side that a model is given."""
 MAX_COUNT: Final = 1_000_000
 COUNTED: Final = re.compile("layer|label|expert|block|depth|stage")
 """Parts of names of numbers in configs, for each of which transformers makes a list that long."""
@@ -177,15 +176,7 @@ def load_image_processor(folder: Path, settings: ModelSettings) -> Any:
     with loading("preprocessor_config.json", settings, folder):
         load: Any = AutoImageProcessor.from_pretrained
         processor = load(folder, backend="pil", trust_remote_code=settings.trust_remote_code, local_files_only=True)
-    for name in ("size", "crop_size"):  # each picture is brought to it
-        given = getattr(processor, name, None) or {}
-        sides = given.values() if isinstance(given, Mapping) else vars(given).values()
-        if longest := max((side for side in sides if isinstance(side, int) and side > MAX_SIDE), default=0):
-            raise CheckpointError(
-                "checkpoint_invalid",
-                f"preprocessor_config.json of {settings.huggingface_model} has a {name} of {longest} pixels, more than "
-                f"{MAX_SIDE}: correct it, or choose another revision",
-            )
+    check_sides(processor, settings)
     return processor
 
 
@@ -405,7 +396,8 @@ def model_class(folder: Path, config: Any, settings: ModelSettings, auto_class_n
             )
         return _encoder_class(auto_class_name, settings, config)
     _check_generates(folder, settings, config, is_gguf=is_gguf)
-    return _check_reads_text(auto_class_of(config), settings, config)
+    sees = reads_images(config) and not image_obstacle(folder, settings)
+    return _check_reads_text(auto_class_of(config, sees=sees), settings, config)
 
 
 def check_known(auto_class: Any, config: Any, settings: ModelSettings) -> None:
@@ -504,14 +496,21 @@ def _check_reads_text(auto_class: Any, settings: ModelSettings, config: Any) -> 
     return auto_class
 
 
-def auto_class_of(config: Any) -> Any:
+def auto_class_of(config: Any, *, sees: bool = False) -> Any:
     """The auto class of transformers that loads a model for text generation.
 
     For a model that also reads images or sound, it is the class of the whole model, unless its text part is a model of
-    its own (Llama 4, Qwen3.5).
+    its own (Llama 4, Qwen3.5) and it takes no images here.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, AutoModelForSeq2SeqLM
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForMultimodalLM,
+        AutoModelForSeq2SeqLM,
+    )
 
+    if sees:
+        return AutoModelForImageTextToText
     usual = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     known = (auto for auto in (usual, AutoModelForMultimodalLM) if type(config) in auto._model_mapping)
     return next(known, usual)  # which lists what it knows, or runs the repository's own code

@@ -70,6 +70,7 @@ class EngineService(RequestService):
         deadline_s: float | None,
         is_quick: bool,
         adapters: Collection[str] = (),
+        pool: ThreadPoolExecutor | None = None,
     ) -> None:
         """Admit a request and prepare it, or refuse it.
 
@@ -80,7 +81,9 @@ class EngineService(RequestService):
             deadline_s: By `time.monotonic()`; the request is refused if its preparation takes longer.
             is_quick: Whether it is prepared in this thread: it takes less than another thread costs.
             adapters: Names of adapters that it needs: it is prepared when they are known, and holds no thread before.
+            pool: Its threads prepare the request; None: those of most requests.
         """
+        pool = pool or self._pool
         try:
             self._gate.enter(response, num_prompts)
         except HfTritonError as error:
@@ -88,11 +91,11 @@ class EngineService(RequestService):
             return
         response.request.on_ending(response.refuse, deadline_s)
         if adapters and self._adapters is not None:
-            self._wait_for_adapters(self._adapters, response, prepare, adapters, deadline_s)
+            self._wait_for_adapters(self._adapters, response, prepare, adapters, deadline_s, pool)
         elif is_quick:
             prepare()
         else:
-            self._run(self._pool, prepare, response)
+            self._run(pool, prepare, response)
 
     def _wait_for_adapters(
         self,
@@ -101,8 +104,9 @@ class EngineService(RequestService):
         prepare: Callable[[], None],
         names: Collection[str],
         deadline_s: float | None,
+        pool: ThreadPoolExecutor,
     ) -> None:
-        waiter = Waiter(names, lambda: self._run(self._pool, prepare, response))
+        waiter = Waiter(names, lambda: self._run(pool, prepare, response))
 
         def end(error: HfTritonError) -> None:
             response.refuse(error)

@@ -6,20 +6,22 @@ Nothing is fetched. A file's head says how large its image is, and an image that
 
 from __future__ import annotations
 
-import base64
-import binascii
+import contextlib
 import io
-import re
+from collections.abc import Iterator
 from typing import Any, Final
 
 from hf_triton.errors import RequestError
+from hf_triton.protocol.image_files import KINDS, image_file
 
 FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF")
-KINDS: Final = "PNG, JPEG, WebP or GIF"
-MAGIC: Final = re.compile(rb"\x89PNG\r\n\x1a\n|\xff\xd8\xff|RIFF....WEBP|GIF8[79]a", re.DOTALL)
-"""How the files begin that are read; base64 of them begins otherwise."""
-DATA_URI: Final = re.compile(rb"data:[^,]{0,200};base64,", re.IGNORECASE)
-ADDRESS: Final = re.compile(rb"\s*(https?|ftp|file|s3|gs)://", re.IGNORECASE)
+JPEG: Final = b"\xff\xd8\xff"
+SCAN: Final = b"\xff\xda"
+"""The marker before each scan of a JPEG; data of scans have none."""
+MAX_SCANS: Final = 50
+"""Of a progressive JPEG, which usually has ten. Each goes over all pixels, and a small file has room for 100,000."""
+MAX_READS: Final = 100_000
+"""Of a file, piece by piece: half a second. 20 MiB have room for millions of empty chunks, markers or bytes to skip."""
 MAX_RATIO: Final = 100
 """The longer side by the shorter one: a processor that gives the shorter one a size makes the other huge."""
 
@@ -38,14 +40,34 @@ def read_image(data: bytes, max_pixels: int, name: str) -> Any:
     Raises:
         RequestError: It cannot be read, or is too large.
     """
-    from PIL import Image
     from transformers.image_utils import load_image
 
-    file = io.BytesIO(_plain(data, name))
+    with _opened(data, max_pixels, name) as image:
+        return load_image(image)
+
+
+def read_size(data: bytes, max_pixels: int, name: str) -> tuple[int, int]:
+    """Width and height by a file's head; arguments and errors as `read_image` has them."""
+    with _opened(data, max_pixels, name) as image:
+        width, height = image.size
+        return width, height
+
+
+@contextlib.contextmanager
+def _opened(data: bytes, max_pixels: int, name: str) -> Iterator[Any]:
+    """A file as Pillow opens it, its size checked; errors in the block are refusals too."""
+    from PIL import Image
+
+    plain = image_file(data, name)
+    if plain.count(SCAN) > MAX_SCANS and plain.startswith(JPEG):
+        raise _refusal(f"{name} has more than the {MAX_SCANS} scans that are read of a JPEG: encode it anew")
     try:
-        with Image.open(file, formats=FORMATS) as image:
-            _check_size(*image.size, max_pixels, name)
-            return load_image(image)
+        with Image.open(_Pieces(plain, name), formats=FORMATS) as image:
+            width, height = image.size
+            for _, box, *_ in image.tile:  # the first frame of a GIF may be larger than the whole
+                width, height = (width, height) if box is None else (max(width, box[2]), max(height, box[3]))
+            _check_size(width, height, max_pixels, name)
+            yield image
     except RequestError:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
@@ -54,22 +76,19 @@ def read_image(data: bytes, max_pixels: int, name: str) -> Any:
         raise _refusal(f"{name} is damaged or cut off, and cannot be read as {KINDS}: encode it anew") from None
 
 
-def _plain(data: bytes, name: str) -> bytes:
-    """The file itself."""
-    if MAGIC.match(data):
-        return data
-    if not data:
-        raise _refusal(f"{name} is empty: give a file of {KINDS}")
-    if ADDRESS.match(data):
-        raise _refusal(f"{name} is an address, and nothing is fetched: send the file itself, or base64 of it")
-    head = DATA_URI.match(data)
-    try:
-        decoded = base64.b64decode(data[head.end() if head else 0 :].translate(None, b" \t\r\n"), validate=True)
-    except binascii.Error:
-        decoded = b""
-    if not MAGIC.match(decoded):
-        raise _refusal(f"{name} is not {KINDS}, nor base64 of it")
-    return decoded
+class _Pieces(io.BytesIO):
+    """A file that is read in so many pieces at most."""
+
+    def __init__(self, data: bytes, name: str) -> None:
+        super().__init__(data)
+        self._name = name
+        self._num_reads = 0
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        self._num_reads += 1
+        if self._num_reads > MAX_READS:
+            raise _refusal(f"{self._name} is in too many small pieces: encode it anew")
+        return super().read(size)
 
 
 def _check_size(width: int, height: int, max_pixels: int, name: str) -> None:

@@ -11,6 +11,7 @@ from hf_triton.server import TritonServer
 from hf_triton_cli.serving.examples import model_on_demand, ready_text
 from hf_triton_gateway.gateway_config import GatewayConfig
 from tests.support.commands import in_process
+from tests.support.image_checkpoints import build_seeing_checkpoint
 from tests.support.images import save_image_checkpoint
 
 
@@ -36,3 +37,13 @@ def test_a_folder_is_checked_and_shown(
     (checkpoint / "preprocessor_config.json").unlink()
     [checked] = json.loads(in_process("check", "--json", folder).stdout)
     assert "has no preprocessor_config.json" in str(checked["findings"])
+
+
+def test_check_says_whether_a_model_takes_images(make_folder: Callable[..., Path], tmp_path: Path) -> None:
+    checkpoint = build_seeing_checkpoint(tmp_path / "checkpoint", "llava")
+    folder = make_folder(tmp_path, "mine", huggingface_model=checkpoint)
+    blind = make_folder(tmp_path, "blind", huggingface_model=checkpoint, max_images=0)
+    checked = json.loads(in_process("check", "--json", folder, blind).stdout)
+    found = [{each["about"]: each["finding"] for each in one["findings"]}["images"] for one in checked]
+    assert found == ["LlavaProcessor", "served for its text alone: the setting max_images is 0"]
+    assert [one["ok"] for one in checked] == [True, True]

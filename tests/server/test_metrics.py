@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The metrics endpoint counts what was sent: on both engines, for several models and instances."""
 
+import base64
+import itertools
 import json
 import re
 import subprocess
@@ -27,6 +29,8 @@ from hf_triton_gateway.gateway_config import GatewayConfig
 from tests.support.adapters import save_adapter
 from tests.support.client import generate, infer, post
 from tests.support.gateway import GatewayThread
+from tests.support.image_checkpoints import build_seeing_checkpoint
+from tests.support.images import encoded, made_image
 from tests.support.paths import ROOT, load_script
 from tests.support.programs import program
 from tests.support.slow_model import slow_model
@@ -89,6 +93,7 @@ def server(
 ) -> Iterator[TritonServer]:
     root = tmp_path_factory.mktemp("repository")
     law = save_adapter(checkpoint, tmp_path_factory.mktemp("law"))
+    seeing = build_seeing_checkpoint(tmp_path_factory.mktemp("seeing"), "llava")
     twins = "instance_group { count: 2 kind: KIND_CPU }"
     folders = [
         make_folder(root, "continuous", huggingface_model=checkpoint, engine="continuous"),
@@ -97,6 +102,7 @@ def server(
         make_folder(root, "tight", huggingface_model=checkpoint, max_cache_tokens=512, enable_prefix_caching="false"),
         make_folder(root, "uncounted", huggingface_model=checkpoint, metrics="false"),
         make_folder(root, "tuned", huggingface_model=checkpoint, adapters=json.dumps({"law": str(law)})),
+        make_folder(root, "seeing", huggingface_model=seeing),
     ]
     for folder in folders[:3]:
         (folder / "1" / "model.py").write_text(SLOW_MODEL)
@@ -282,13 +288,8 @@ def test_every_model_but_one_without_metrics_has_all_from_the_start(server: Trit
     for metric in METRICS:
         family = families[metric.name.removesuffix("_total")]
         assert (family.type, family.documentation) == (metric.kind, metric.help)
-        assert {sample.labels["model"] for sample in family.samples} == {
-            "continuous",
-            "batch",
-            "twins",
-            "tight",
-            "tuned",
-        }
+        models = {"continuous", "batch", "twins", "tight", "tuned", "seeing"}
+        assert {sample.labels["model"] for sample in family.samples} == ({"seeing"} if metric.of_images else models)
         assert not any("instance" in label for sample in family.samples for label in sample.labels)
 
 
@@ -408,6 +409,7 @@ def of_deployment() -> Iterator[str]:
 def test_the_dashboards_and_the_alerts_queries_have_answers(
     server: TritonServer, gateway: GatewayThread, query: Callable[[str], list[Any]]
 ) -> None:
+    images = (base64.b64encode(encoded(made_image(24, 24, seed))).decode() for seed in itertools.count())
     for expression in of_deployment():
         asked = expression.replace("$model", ".*").replace("$__rate_interval", "5s").replace("[5m]", "[5s]")
 
@@ -418,6 +420,7 @@ def test_the_dashboards_and_the_alerts_queries_have_answers(
             httpx.post(f"{gateway.url}/v1/completions", json=body, headers={"x-api-key": KEY})
             httpx.get(f"{gateway.url}/v1/models", headers={"x-api-key": KEY})
             generate(server, "tuned", "x", max_new_tokens=2, lora_name="law")
+            generate(server, "seeing", "x", max_new_tokens=2, image=[next(images)])
             found = query(asked)
             if "adapter" in asked and not any(each["metric"].get("adapter") == "law" for each in found):
                 return False

@@ -55,6 +55,12 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_image_checkpoint(tmp_path_factory.mktemp("clip"), "clip", has_texts=True)
 
 
+def pil_processor(folder: Path) -> Any:
+    """The one that is served, also where torchvision is installed: their pixels differ by a grey level."""
+    load: Any = AutoImageProcessor.from_pretrained
+    return load(folder, backend="pil")
+
+
 @pytest.mark.parametrize("family", CLASSIFIERS)
 def test_labels_and_scores_are_those_of_the_pipeline(family: str, tmp_path: Path) -> None:
     folder = save_image_checkpoint(tmp_path, family)
@@ -62,7 +68,8 @@ def test_labels_and_scores_are_those_of_the_pipeline(family: str, tmp_path: Path
     outputs = served(folder).ask({"image": FILES}, ["label", "score", "all_scores", "all_labels"], top_k=2)
     build: Any = transformers.pipeline
     with quietly():
-        pipe = build("image-classification", model=str(folder), device="cpu")
+        processor = pil_processor(folder)
+        pipe = build("image-classification", model=str(folder), image_processor=processor, device="cpu")
         expected = [pipe(image, top_k=len(LABELS)) for image in IMAGES]
     for row, best in enumerate(expected):
         by_label = {each["label"]: each["score"] for each in best}
@@ -91,7 +98,7 @@ def test_texts_and_images_have_the_vectors_of_transformers(family: str, tmp_path
     assert (find_tasks(folder), find_way(folder)) == (["embeddings"], "image")
     own = served(folder)
     with quietly():
-        model, processor = AutoModel.from_pretrained(folder).eval(), AutoImageProcessor.from_pretrained(folder)
+        model, processor = AutoModel.from_pretrained(folder).eval(), pil_processor(folder)
         tokenizer = AutoTokenizer.from_pretrained(folder)
     padding = {"padding": "max_length", "max_length": 40} if family.startswith("siglip") else {}
     images, texts = [], []

@@ -52,6 +52,28 @@ def png_of(width: int, height: int, data: bytes = b"") -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(data)) + chunk(b"IEND", b"")
 
 
+def gif_with_frame(width: int, height: int) -> bytes:
+    """A GIF whose only frame is larger than its head says."""
+    file = encoded(made_image(10, 10), "GIF")
+    place = file.rindex(b"\x2c\x00\x00\x00\x00") + 5
+    return file[:place] + struct.pack("<HH", width, height) + file[place + 4 :]
+
+
+def jpeg_with_scans(count: int) -> bytes:
+    file = encoded(IMAGE, "JPEG", progressive=True)
+    last = file.rindex(b"\xff\xda")
+    return file[:last] + file[last:-2] * count + file[-2:]
+
+
+IN_PIECES = (
+    PNG[:33] + (bytes(4) + b"abCd" + struct.pack(">I", zlib.crc32(b"abCd"))) * 50_000 + PNG[33:],
+    encoded(IMAGE, "JPEG").replace(b"\xff\xd8", b"\xff\xd8" + b"\xff\xfe\0\2" * 60_000, 1),
+    encoded(IMAGE, "JPEG").replace(b"\xff\xd8", b"\xff\xd8" + b"\xff" * 200_000, 1),
+    encoded(IMAGE, "GIF")[:13] + b"\0" * 200_000,
+)
+"""A second for each megabyte, as Pillow walks over it."""
+
+
 @pytest.mark.parametrize(
     "file",
     [
@@ -84,7 +106,9 @@ def test_files_are_read_as_transformers_reads_them(file: bytes) -> None:
 
 NOT_AN_IMAGE = "image is not PNG, JPEG, WebP or GIF, nor base64 of it"
 DAMAGED = "image is damaged or cut off, and cannot be read as PNG, JPEG, WebP or GIF: encode it anew"
-ADDRESS = "image is an address, and nothing is fetched: send the file itself, or base64 of it"
+ADDRESS = (
+    "image is an address, and nothing is fetched: send the file itself, or base64 of it (data:image/png;base64,...)"
+)
 
 
 @pytest.mark.parametrize(
@@ -119,6 +143,13 @@ ADDRESS = "image is an address, and nothing is fetched: send the file itself, or
             encoded(made_image(303, 3)),
             "image has 303 x 3 pixels: its longer side may be 100 times the shorter one at most",
         ),
+        (
+            gif_with_frame(200, 300),
+            "image has 200 x 300 pixels, more than the 10000 that are accepted (setting max_image_pixels): make it "
+            "smaller",
+        ),
+        (jpeg_with_scans(50), "image has more than the 50 scans that are read of a JPEG: encode it anew"),
+        *((file, "image is in too many small pieces: encode it anew") for file in IN_PIECES),
         (png_of(2**30, 2**30), "image has more than the 10000 pixels that are accepted: make it smaller"),
     ],
 )

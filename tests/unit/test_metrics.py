@@ -7,16 +7,20 @@ import threading
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
 from hf_triton.engine.protocols import EngineLoad
 from hf_triton.engine.sequence import Completion, RequestTimes, SequenceGroup
+from hf_triton.runner.image_inputs import ImageInput, PromptImages
 from hf_triton.runner.lora.model_adapters import Adapter
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.tasks.serving.meter import Meter, MetricsMeter, build_meter
 from hf_triton.tasks.serving.metrics import (
     COMPLETIONS,
     GENERATED_TOKENS,
+    IMAGE_TOKENS,
+    IMAGES,
     IN_FLIGHT,
     KV_CACHE_USAGE,
     LATENCY,
@@ -27,6 +31,7 @@ from hf_triton.tasks.serving.metrics import (
     RUNNING,
     TIME_PER_TOKEN,
     TIME_TO_FIRST_TOKEN,
+    TOWER_TIME,
     USED_TOKENS,
     Metric,
 )
@@ -78,18 +83,33 @@ def test_names_are_unique() -> None:
     assert len({metric.name for metric in METRICS}) == len(METRICS)
 
 
-def test_everything_is_declared_before_it_happens() -> None:
+@pytest.mark.parametrize("has_images", [False, True])
+def test_everything_is_declared_before_it_happens(*, has_images: bool) -> None:
     board = Board()
     meter = MetricsMeter(board)
+    if has_images:
+        meter.expect_images()
     meter.start(idle)
     meter.close()
-    assert {metric for metric, _ in board.declared} == set(METRICS)
+    assert {metric for metric, _ in board.declared} == {each for each in METRICS if has_images or not each.of_images}
     assert {value for metric, value in board.declared if metric is COMPLETIONS} == {
         "eos",
         "stop_string",
         "length",
         "deadline",
     }
+
+
+def test_images_are_counted() -> None:
+    board = Board()
+    meter = MetricsMeter(board)
+    meter.expect_images()
+    meter.start(idle)
+    images = tuple(ImageInput(np.arange(start, start + 4), {}, b"") for start in (2, 8))
+    meter.on_admit(SequenceGroup([1] * 14, SamplingParams(1), images=PromptImages(images, {})))
+    meter.on_tower(0.25)
+    meter.close()
+    assert (board.values[IMAGES, ""], board.values[IMAGE_TOKENS, ""], board.seen[TOWER_TIME]) == (2, 8, [0.25])
 
 
 def test_counts_from_many_threads_add_up() -> None:

@@ -94,6 +94,7 @@ class MetricsMeter(Meter):
         self._totals: dict[tuple[Metric, str, str], float] = {}
         self._sent: dict[tuple[Metric, str, str], float] = {}
         self._has_failed = False
+        self._has_images = False
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="hf_triton-metrics", daemon=True)
 
@@ -131,6 +132,9 @@ class MetricsMeter(Meter):
         now_s = time.monotonic()
         group.times.note_admitted(now_s)
         self.note(metrics.QUEUE_TIME, now_s - group.times.arrival_s)
+        if group.images is not None:
+            self.note(metrics.IMAGES, len(group.images.images))
+            self.note(metrics.IMAGE_TOKENS, sum(len(image.places) for image in group.images.images))
         return _SequenceMeter(self, group)
 
     def on_encoded(self, num_tokens: int, adapter: str = "") -> None:
@@ -151,11 +155,18 @@ class MetricsMeter(Meter):
     def on_preempt(self, num_sequences: int) -> None:
         self.note(metrics.PREEMPTIONS, num_sequences)
 
+    def expect_images(self) -> None:
+        """Export what is counted of images from the start."""
+        self._has_images = True
+
+    def on_tower(self, seconds: float) -> None:
+        self.note(metrics.TOWER_TIME, seconds)
+
     # --- sending figures ----------------------------------------------------------------------------------------------
 
     def _loop(self) -> None:
         for metric in METRICS:
-            for value in metric.values:
+            for value in metric.values if self._has_images or not metric.of_images else ():
                 with self._failures_logged():
                     self._sink.declare(metric, value)
         while not self._closing.wait(self._flush_s):

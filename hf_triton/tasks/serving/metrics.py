@@ -34,6 +34,8 @@ class Metric:
     """The label's values at the start; each is exported with 0, so that a rate has a start."""
     by_adapter: bool = False
     """Whether what comes of a LoRA adapter has the label `adapter`; the model's own has none."""
+    of_images: bool = False
+    """Whether only models that take images beside text have it."""
     buckets: tuple[float, ...] = ()
     """Upper bounds of a histogram's buckets."""
 
@@ -122,10 +124,25 @@ KV_CACHE_USAGE: Final = Metric(
     "gauge",
     "Use of the KV cache, from 0 to 1: its tokens by those that it may hold; the mean of a model's instances.",
 )
+IMAGES: Final = Metric(
+    "hf_triton_images_total", "counter", "Images of prompts that the engine has admitted.", of_images=True
+)
+IMAGE_TOKENS: Final = Metric(
+    "hf_triton_image_tokens_total", "counter", "Tokens of prompts that stand for these images.", of_images=True
+)
+TOWER_TIME: Final = Metric(
+    "hf_triton_vision_tower_time_seconds",
+    "histogram",
+    "Time of the vision tower for an image, which all sequences wait for. Not counted: images in the prefix cache, and "
+    "models whose images run by generate.",
+    of_images=True,
+    buckets=(*TOKEN_BUCKETS_S, 5.0, 10.0),
+)
 
 METRICS: Final = (
     *(REQUESTS, IN_FLIGHT, WAITING, RUNNING),
     *(QUEUE_TIME, TIME_TO_FIRST_TOKEN, TIME_PER_TOKEN, LATENCY),
     *(PROMPT_TOKENS, GENERATED_TOKENS, SHARED_TOKENS, COMPLETIONS),
+    *(IMAGES, IMAGE_TOKENS, TOWER_TIME),
     *(STEPS, STEP_ROWS, PREEMPTIONS, USED_TOKENS, MAX_TOKENS, KV_CACHE_USAGE),
 )

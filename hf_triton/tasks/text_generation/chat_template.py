@@ -15,6 +15,7 @@ import contextlib
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
@@ -24,6 +25,7 @@ from hf_triton.protocol.chat_request import RESERVED, Chat
 from hf_triton.protocol.names import MESSAGES, PROMPT
 from hf_triton.protocol.thinking_switches import SWITCHES, switched, unread
 from hf_triton.sentence import param, plain
+from hf_triton.tasks.text_generation.conversation_form import text_of
 from hf_triton.tasks.text_generation.form_finder import FormFinder, names_role
 
 MAX_TEMPLATE_ERROR: Final = 300  # characters of a template's own error message
@@ -40,14 +42,50 @@ class ChatTemplate:
     Args:
         text: A Jinja template to use instead of the tokenizer's own, which may be several, one of them for tools.
         max_bytes: Limit of a rendered chat, as UTF-8.
+        of_images: The template of chats with images, unless there is `text`; None: the tokenizer's.
     """
 
-    def __init__(self, tokenizer: Any, text: str | None, max_bytes: int) -> None:
+    def __init__(self, tokenizer: Any, text: str | None, max_bytes: int, of_images: str | None = None) -> None:
         self._tokenizer = tokenizer
         self._text = text
+        self._of_images = of_images
         self._max_bytes = max_bytes
         self._finder = FormFinder(tokenizer)
         self._unread: set[str] = set()
+
+    def render_images(self, chat: Chat, placeholder: str) -> str:
+        """The prompt of a chat with images, with a placeholder for each; a template without parts gets them as text.
+
+        Args:
+            chat: The chat.
+            placeholder: What stands for an image; empty: it is not known, and not looked for.
+
+        Raises:
+            RequestError: As `render`, or the template loses images, or a text of the chat has placeholders.
+        """
+        if not placeholder:  # the processor says what it misses
+            return self.render(chat)
+        as_text = [message | {"content": text_of(message["content"], placeholder)} for message in chat.messages]
+        texts = "\n".join(text_of(message["content"]) for message in chat.messages)
+        if placeholder in texts:
+            raise RequestError(
+                "invalid_input",
+                f"{param(MESSAGES)} must not have the text {placeholder}, which stands for an image of this model",
+            )
+        refusal: RequestError | None = None
+        for form in (chat, replace(chat, messages=tuple(as_text))):
+            try:
+                text = self.render(form)
+            except RequestError as error:
+                refusal = refusal or error
+                continue
+            if text.count(placeholder) == len(chat.images):
+                return text
+        raise refusal or RequestError(
+            "invalid_input",
+            f"the model's chat template does not write the {len(chat.images)} images of {param(MESSAGES)} there: put "
+            "them into messages of the user",
+        )
 
     def render(self, chat: Chat) -> str:
         """The prompt, to be tokenized without adding special tokens: the template writes them all.
@@ -73,6 +111,8 @@ class ChatTemplate:
     def _choose(self, chat: Chat) -> str:
         if self._text is not None:
             return self._text
+        if chat.images and self._of_images is not None:
+            return self._of_images
         if not self._tokenizer.chat_template:
             raise RequestError(
                 "invalid_input",

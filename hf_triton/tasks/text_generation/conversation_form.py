@@ -121,10 +121,29 @@ def _with_moved_systems(messages: Sequence[Message], systems: Systems) -> list[M
         if message["role"] == SYSTEM and (last_role != SYSTEM or systems is Systems.NOWHERE):
             message, joins = message | {"role": USER}, (SYSTEM, USER)
         if moved and message["role"] == last_role and last_role in joins:
-            moved[-1] = moved[-1] | {"content": f"{moved[-1]['content']}\n\n{message['content']}"}
+            moved[-1] = moved[-1] | {"content": _joined(moved[-1]["content"], message["content"])}
         else:
             moved.append(message)
     return moved
+
+
+def _joined(first: Any, second: Any) -> Any:
+    """Two messages' contents as one, strings or parts."""
+    if isinstance(first, str) and isinstance(second, str):
+        return f"{first}\n\n{second}"
+    return [*parts_of(first), {"type": "text", "text": "\n\n"}, *parts_of(second)]
+
+
+def parts_of(content: Any) -> list[Mapping[str, Any]]:
+    """A message's content as OpenAI's array of parts."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+
+
+def text_of(content: Any, image: str = "") -> str:
+    """A message's content as a string; `image` stands for each image, on a line of its own."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(part["text"] if part["type"] == "text" else image for part in content)
 
 
 def _with_parts_apart(messages: Sequence[Message], *, texts: bool, calls: bool) -> list[Message]:
@@ -136,7 +155,7 @@ def _with_parts_apart(messages: Sequence[Message], *, texts: bool, calls: bool) 
         if not own:
             made.append(message)
             continue
-        if texts and message["content"].strip():
+        if texts and text_of(message["content"]).strip():
             made.append({name: value for name, value in message.items() if name not in ("tool_calls", REASONING)})
             message = message | {"content": ""}
         if not calls or len(own) == 1:
@@ -159,7 +178,7 @@ def _with_calls_as_text(message: Message) -> Message:
         return message
     functions = [(call["function"]["name"], _arguments(call)) for call in message["tool_calls"]]
     calls = [json.dumps({"name": name, "arguments": given}, ensure_ascii=False) for name, given in functions]
-    texts = [message["content"]] if message["content"].strip() else []
+    texts = [text_of(message["content"])] if text_of(message["content"]).strip() else []
     made = message | {"content": "\n".join([*texts, *calls])}
     del made["tool_calls"]
     return made
@@ -184,7 +203,7 @@ def _with_arguments(call: Mapping[str, Any], arguments: object) -> Message:
 
 # --- marks -----------------------------------------------------------------------------------------------------------
 
-MARK: Final = re.compile(r"Zq(\d+)(c\d+)?qZ")
+MARK: Final = re.compile(r"Zq(\d+)([cp]\d+)?qZ")
 CALL: Final = {
     "id": "call00001",  # Mistral's templates take nine letters and digits alone
     "type": "function",
@@ -225,7 +244,12 @@ def marked(messages: Sequence[Message]) -> list[Message]:
 
 def _marked(index: int, message: Message) -> Message:
     made = dict(message)
-    if message["content"].strip():
+    if not isinstance(message["content"], str):
+        made["content"] = [
+            part | {"text": f"Zq{index}p{number}qZ"} if part.get("text", "").strip() else part
+            for number, part in enumerate(message["content"])
+        ]
+    elif message["content"].strip():
         made["content"] = f"Zq{index}qZ"
     if REASONING in message:
         made[REASONING] = "reasoning"  # templates leave out what belongs to earlier turns
@@ -241,7 +265,8 @@ def lost_parts(marks: Sequence[Message], text: str) -> list[Part]:
     written = {match[0] for match in MARK.finditer(text)}
     lost = set()
     for index, message in enumerate(marks):
-        if (content := message["content"]).strip() and content not in written:
+        texts = [part["text"] for part in parts_of(message["content"]) if part["type"] == "text"]
+        if any(text.strip() and text not in written for text in texts):
             lost.add(Part(index, is_call=False))
         for call in message.get("tool_calls") or ():
             arguments = call["function"]["arguments"]
@@ -260,7 +285,9 @@ def shape(messages: Sequence[Message]) -> int:
     for message in messages:
         calls = message.get("tool_calls") or ()
         call_ids.update(call.get("id") for call in calls)
-        has = (bool(message["content"].strip()), REASONING in message, "name" in message)
+        content = message["content"]
+        types = () if isinstance(content, str) else tuple(part["type"] for part in content)
+        has = (bool(text_of(content).strip()), types, REASONING in message, "name" in message)
         kinds.append((message["role"], *has, min(len(calls), 2), message.get("tool_call_id") in call_ids))
     inner = frozenset(zip(kinds, kinds[1:], kinds[2:], strict=False))
     return hash((*kinds[:2], inner, *kinds[-2:], len(kinds) % 2))

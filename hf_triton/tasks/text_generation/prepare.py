@@ -12,10 +12,11 @@ from hf_triton.errors import RequestError
 from hf_triton.grammar.compiler import GrammarCompiler
 from hf_triton.grammar.free_calls import CallPlan
 from hf_triton.protocol.chat_request import Chat
-from hf_triton.protocol.names import PROMPT_TOKEN_IDS
+from hf_triton.protocol.names import MESSAGES, PROMPT_TOKEN_IDS
 from hf_triton.protocol.parameters import GenerationParameters
 from hf_triton.protocol.prompts import Prompt, prompt_name
 from hf_triton.protocol.requests import GenerationRequest
+from hf_triton.protocol.task_declaration import IMAGE
 from hf_triton.protocol.thinking_switches import Thinking, switched
 from hf_triton.protocol.tool_choice import ForcedCall
 from hf_triton.sampling.allowed_tokens import AllowedTokens
@@ -26,6 +27,7 @@ from hf_triton.tasks.checked_hooks import CheckedHooks
 from hf_triton.tasks.hooks import HOOKS
 from hf_triton.tasks.serving.adapters import AdapterStore
 from hf_triton.tasks.text_generation.chat_template import ChatTemplate
+from hf_triton.tasks.text_generation.images import ImagePreparer
 from hf_triton.tasks.text_generation.message import MessagePlan
 from hf_triton.tasks.text_generation.resolve import (
     PromptDefaults,
@@ -41,6 +43,7 @@ from hf_triton.tasks.text_generation.text_codec import NO_IDS, TextCodec
 from hf_triton.tasks.text_generation.text_to_text import TEXT_FIELDS, Direction, TextToText
 
 if TYPE_CHECKING:
+    from hf_triton.runner.image_inputs import PromptImages
     from hf_triton.runner.lora.model_adapters import Adapter
 
 MAX_INLINE_CHARACTERS = 1000  # of a prompt that is tokenized in the caller's thread: 0.2 ms, less than a thread costs
@@ -57,9 +60,10 @@ class Encoded:
     codec: TextCodec
     ids: list[int]
     texts: tuple[str, str] | None = None
-    """The text as the request gives it, and as the model gets it."""
+    """The text as the request gives it, and as the model gets it; of a prompt with images, with their placeholders."""
     first_id: int | None = None
     """The token that completions begin with; None: as the checkpoint says."""
+    images: PromptImages | None = None
 
     @property
     def text(self) -> str:
@@ -82,6 +86,7 @@ class PreparedPrompt:
     """The tokens that its completions continue: its own, or none for an encoder-decoder model."""
     text: str = ""
     """What its outputs begin with: the prompt, or nothing."""
+    images: PromptImages | None = None
     adapter: Adapter | None = None
     forced_call: ForcedCall | None = None
     """The tool call that the grammar stands for."""
@@ -108,6 +113,7 @@ class PromptPreparer:
         adapters: AdapterStore,
         defaults: PromptDefaults,
         text_to_text: TextToText | None = None,
+        images: ImagePreparer | str = "",
     ) -> None:
         self.codec = codec
         self.hooks = hooks
@@ -119,6 +125,8 @@ class PromptPreparer:
         self.adapters = adapters
         self._defaults = defaults
         self._text_to_text = text_to_text
+        self._images = images
+        """None can be had if it is a string, which says why, or is empty for a model of texts."""
         self._encode_bad_words = lru_cache(NUM_BAD_WORDS_KEPT)(codec.encode_bad_words)
         self._is_slow_by_default = bool(
             defaults.first("bad_words") or defaults.first("lora_name") or defaults.first("thinking_budget") is not None
@@ -139,6 +147,7 @@ class PromptPreparer:
         return (
             not isinstance(prompt, Chat)
             and not others
+            and not request.images
             and len(prompt) <= MAX_INLINE_CHARACTERS
             and not (self._is_slow_by_default or parameters.bad_words or parameters.lora_name)
             and parameters.thinking_budget is None
@@ -158,6 +167,11 @@ class PromptPreparer:
         default = self._defaults.first("max_time")
         limits_s = (default if own.max_time is None else own.max_time for own in request.parameters)
         return min((limit_s for limit_s in limits_s if limit_s is not None), default=None)
+
+    def hold_files(self, request: GenerationRequest, holder: object) -> None:
+        """Count a request's image files as long as what holds them lives; raises HfTritonError if they are too many."""
+        if not isinstance(self._images, str):
+            self._images.hold_files(request.files, holder)
 
     def prepare(self, request: GenerationRequest, row: int, *, streams: bool) -> PreparedPrompt:
         """Prepare one prompt, all but its grammar.
@@ -198,6 +212,7 @@ class PromptPreparer:
             params,
             preceding_ids=[] if is_apart else encoded.ids,
             text="" if excludes_prompt or is_apart else encoded.text,
+            images=encoded.images,
             adapter=adapter,
             forced_call=forced_call,
             message_plan=plan,
@@ -217,6 +232,8 @@ class PromptPreparer:
         source, adds_special_tokens = request.prompts[row], request.options.add_special_tokens
         about, direction = prompt_name(source, row), self._direction(source, asked)
         texts: tuple[str, str] | None = None
+        if request.images or (isinstance(source, Chat) and source.images):
+            return self._encode_images(request, row, asked)
         if asked.suffix:
             ids = self._encode_around(source, asked, about, adds_special_tokens=adds_special_tokens is not False)
             texts = (str(source), str(source))
@@ -237,6 +254,45 @@ class PromptPreparer:
         if num_kept is not None and num_kept < len(ids):
             texts, ids = None, ids[-num_kept:]
         return Encoded(self.codec, ids, texts, direction.first_id)
+
+    def _encode_images(self, request: GenerationRequest, row: int, asked: TaskParams) -> Encoded:
+        """A prompt with images, one or a chat."""
+        source, adds_special_tokens = request.prompts[row], request.options.add_special_tokens
+        images = self._image_preparer(request, source, asked)
+        files, about = source.images if isinstance(source, Chat) else request.images, prompt_name(source, row)
+        if isinstance(source, Chat):
+            given = text = self._chat_template.render_images(source, images.placeholder)
+        else:
+            given = str(source)
+            text = self.hooks.build_prompt(given) if "build_prompt" in self.overridden else given
+            text = _with_placeholders(text, images.placeholder, len(files), about)
+        images.check_text(text, about)
+        adds = bool(adds_special_tokens) if isinstance(source, Chat) else adds_special_tokens is not False
+        ids, prepared = images.prepare(text, files, _names_of_images(source, len(files)), adds_special_tokens=adds)
+        self.codec.check_ids(PROMPT_TOKEN_IDS, ids)
+        num_kept = self._num_kept(asked.truncate_prompt_tokens, request.parameters[row])
+        if num_kept is not None and num_kept < len(ids):
+            raise RequestError(
+                "invalid_parameter",
+                f"{about} has {len(ids)} tokens with its images, and {param('truncate_prompt_tokens')} cuts no prompt "
+                "with images: shorten it",
+            )
+        return Encoded(self.codec, ids, (given, text), images=prepared)
+
+    def _image_preparer(self, request: GenerationRequest, source: Prompt, asked: TaskParams) -> ImagePreparer:
+        """Raises RequestError if this model, or a request of this kind, takes no images."""
+        reason = ""
+        if isinstance(self._images, str):
+            reason = f"this model takes no images{f' ({self._images})' if self._images else ''}: send text alone"
+        elif len(request.prompts) > 1:
+            reason = f"images are for a request of one prompt, and this one has {len(request.prompts)}: send each alone"
+        elif not isinstance(source, str | Chat):
+            reason = f"{param(PROMPT_TOKEN_IDS)} cannot have images beside them: send text, or {param(MESSAGES)}"
+        elif asked.suffix:
+            reason = f"{param('suffix')} cannot be combined with images: leave it out"
+        if reason or isinstance(self._images, str):
+            raise RequestError("invalid_input", reason)
+        return self._images
 
     def _encode_around(self, source: Prompt, asked: TaskParams, about: str, *, adds_special_tokens: bool) -> list[int]:
         """A prompt and the suffix behind its completion as tokens."""
@@ -279,7 +335,8 @@ class PromptPreparer:
         """A prompt's sampling parameters, checked; with an obstacle without the beams that are a default."""
         options, parameters = request.options, without_beams(request.parameters[row], obstacle)
         about = prompt_name(request.prompts[row], row)
-        params = self._sampling_params(asked, len(encoded.ids), about, parameters)
+        is_whole = encoded.images is not None
+        params = self._sampling_params(asked, len(encoded.ids), about, parameters, is_whole=is_whole)
         wants_logprobs = params.logprobs is None and (options.return_logprobs or options.return_cumulative_logprob)
         return replace(
             params,
@@ -371,9 +428,18 @@ class PromptPreparer:
         return self.compile_grammar(PreparedPrompt(asked, [0], params, adapter=adapter))
 
     def _sampling_params(
-        self, asked: TaskParams, num_prompt_tokens: int, about: str, parameters: GenerationParameters
+        self,
+        asked: TaskParams,
+        num_prompt_tokens: int,
+        about: str,
+        parameters: GenerationParameters,
+        *,
+        is_whole: bool = False,
     ) -> SamplingParams:
-        """The resolved sampling parameters of one prompt, checked against context and vocabulary."""
+        """The resolved sampling parameters of one prompt, checked against context and vocabulary.
+
+        A prompt that `is_whole` cannot be cut.
+        """
         defaults, context_length = self._defaults, self._defaults.context_length
         room = context_length - (0 if defaults.is_encoder_decoder else num_prompt_tokens)
         if num_prompt_tokens > context_length or room < 1:
@@ -381,7 +447,7 @@ class PromptPreparer:
                 "context_exceeded",
                 f"{about} has {num_prompt_tokens} tokens, and the context of {context_length} must "
                 "hold the prompt and at least one new token: shorten it"
-                + remedy(f", or set {param('truncate_prompt_tokens')}"),
+                + ("" if is_whole else remedy(f", or set {param('truncate_prompt_tokens')}")),
                 sizes={"tokens": num_prompt_tokens, "limit": context_length - (not defaults.is_encoder_decoder)},
             )
         for parameter in ("max_new_tokens", "min_new_tokens"):
@@ -419,3 +485,21 @@ class PromptPreparer:
             eos_ids = defaults.eos_ids if params.eos_ids is None else params.eos_ids
             params = replace(params, eos_ids=eos_ids.union(end_ids))
         return params
+
+
+def _with_placeholders(text: str, placeholder: str, num_images: int, about: str) -> str:
+    """A text with a placeholder for each image: its own, or as many before it, on a line each."""
+    count = text.count(placeholder) if placeholder else num_images
+    if count not in (0, num_images):
+        raise RequestError(
+            "invalid_input",
+            f"{about} has {count} of {placeholder} for {num_images} images: write one where each image stands, or none",
+        )
+    return text if count else f"{placeholder}\n" * num_images + text
+
+
+def _names_of_images(source: Prompt, num_images: int) -> list[str]:
+    """What sentences call the images of a prompt."""
+    if not isinstance(source, Chat):
+        return [param(f"{IMAGE}[{number}]") if num_images > 1 else param(IMAGE) for number in range(num_images)]
+    return [param(place) for place in source.image_places]

@@ -143,6 +143,7 @@ class GenerationResponse(SequenceListener):
             deadline_s=self.request.deadline_s(asked.max_time_s),
             priority=asked.queue_priority,
             adapter=prompt.adapter,
+            images=prompt.images,
             cache_salt=asked.cache_salt,
             times=self.request.times,
         )

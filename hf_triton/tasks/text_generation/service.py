@@ -6,16 +6,19 @@ Knows no Triton: requests and responses are `InferenceRequest`s.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from hf_triton.engine.protocols import GenerationEngine, Observer, eos_ids
 from hf_triton.engine.sequence import Completion, SequenceGroup
 from hf_triton.errors import HfTritonError, RequestError, SettingsError, as_own_error, panics_as_errors
 from hf_triton.grammar.compiler import GrammarCompiler
+from hf_triton.protocol.chat_request import Chat
 from hf_triton.protocol.model_info import ModelInfo
 from hf_triton.protocol.names import JSON_OUTPUT
 from hf_triton.protocol.parameters import parse_parameters
@@ -37,6 +40,7 @@ from hf_triton.tasks.serving.adapters import AdapterStore
 from hf_triton.tasks.serving.admission import request_limits
 from hf_triton.tasks.serving.inference_request import InferenceRequest
 from hf_triton.tasks.text_generation.chat_template import ChatTemplate
+from hf_triton.tasks.text_generation.images import ImagePreparer
 from hf_triton.tasks.text_generation.prepare import PromptPreparer
 from hf_triton.tasks.text_generation.resolve import PromptDefaults
 from hf_triton.tasks.text_generation.response import GenerationResponse
@@ -48,8 +52,32 @@ from hf_triton.tasks.tokenizer_answers import TokenizerAnswers
 if TYPE_CHECKING:
     from hf_triton.hub.checkpoint import Checkpoint
     from hf_triton.hub.locate import Hub
+    from hf_triton.runner.image_inputs import ImageSample
 
+logger = logging.getLogger(__name__)
+
+FAILED: Final = "with images, the model does not compute as transformers' generate does"
+SAMPLE_CHAT: Final = Chat(
+    (
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "a"},
+                {"type": "image"},
+                {"type": "text", "text": "b"},
+                {"type": "image"},
+                {"type": "text", "text": "c"},
+            ],
+        },
+    ),
+    None,
+    {},
+    add_generation_prompt=True,
+    continue_final_message=False,
+    images=(b"", b""),
+)
 NUM_TOKENIZER_THREADS = 4  # tokenizers run outside the interpreter's lock: a long prompt does not delay a short one
+NUM_IMAGE_THREADS = 2  # a request of texts does not wait for images to be decoded
 NUM_HOOK_THREADS = 16  # `build_prompt` and `postprocess` may wait for other services
 
 
@@ -85,10 +113,11 @@ class TextGenerationService(EngineService):
         )
         self._preparer = preparer
         self._returns_timings = returns_timings
+        self._image_pool = ThreadPoolExecutor(NUM_IMAGE_THREADS, thread_name_prefix="hf_triton-image")
         self._grammar_pool = ThreadPoolExecutor(1, thread_name_prefix="hf_triton-grammar")
         num_threads = NUM_HOOK_THREADS if "postprocess" in preparer.overridden else 1
         self._response_pool = ThreadPoolExecutor(num_threads, thread_name_prefix="hf_triton-response")
-        self._pools += [self._grammar_pool, self._response_pool]
+        self._pools += [self._image_pool, self._grammar_pool, self._response_pool]
 
     def submit(self, request: InferenceRequest, config: ResponseConfig) -> None:
         inputs = request.inputs()
@@ -111,6 +140,12 @@ class TextGenerationService(EngineService):
     def generate(self, request: InferenceRequest, checked: GenerationRequest, config: ResponseConfig) -> None:
         """Start a checked request and return at once. An error of one prompt is the response of all."""
         response = GenerationResponse(request, checked, config, self._preparer, self._response_pool)
+        if checked.has_images:
+            try:
+                self._preparer.hold_files(checked, response)
+            except HfTritonError as error:
+                response.refuse(error)
+                return
         is_quick = self._preparer.is_quick(checked)
         self._begin(
             response,
@@ -119,6 +154,7 @@ class TextGenerationService(EngineService):
             deadline_s=request.deadline_s(self._preparer.max_time_s(checked)),
             is_quick=is_quick,
             adapters=() if is_quick else self._preparer.adapter_names(checked),
+            pool=self._image_pool if checked.has_images else None,
         )
 
     def check_defaults(self) -> None:
@@ -217,6 +253,8 @@ def build_text_generation(
             "leave it out, or set response_template to one with calls (docs/chat.md)"
         )
     text_to_text = build_text_to_text(settings.task, checkpoint)
+    template = _build_chat_template(checkpoint, chat_template, limits.max_prompt_bytes)
+    images, sample = _prepare_sample(checkpoint, settings, template)
     with DeviceContext(checkpoint.model.device) as device:
         accelerate(checkpoint.model, pack_weights=settings.pack_weights)
         fuse(checkpoint.model)
@@ -233,17 +271,25 @@ def build_text_generation(
             adapters=adapters,
             on_fatal=on_fatal,
             observer=observer,
+            image_sample=sample,
         )
         engine = build_engine(checkpoint.model, settings.engine, options)
+    if not isinstance(images, str) and engine.images == "no":
+        images = engine.image_obstacle or FAILED
+    if isinstance(images, str):
+        limits = replace(limits, image_obstacle=images)
+    else:
+        limits = replace(limits, max_images=settings.max_images, max_image_bytes=settings.max_image_bytes)
     preparer = PromptPreparer(
         codec,
-        ChatTemplate(checkpoint.tokenizer, chat_template, limits.max_prompt_bytes),
+        template,
         GrammarCompiler(checkpoint.tokenizer, checkpoint.vocabulary_size, eos_ids(checkpoint.model)),
         CheckedHooks(hooks, limits.max_prompt_bytes),
         messages,
         store,
         _prompt_defaults(checkpoint, settings, options.max_num_seqs, is_text_to_text=text_to_text is not None),
         text_to_text,
+        images,
     )
     service = TextGenerationService(
         engine,
@@ -257,6 +303,8 @@ def build_text_generation(
             task=settings.task or "text-generation",
             engine=engine.name,
             slower=tuple(engine.slower),
+            images="no" if isinstance(images, str) else engine.images,
+            image_obstacle=images if isinstance(images, str) else engine.image_obstacle,
             **preparer.chat_info(),
         ),
     )
@@ -267,6 +315,33 @@ def build_text_generation(
         service.close()
         raise
     return service
+
+
+def _build_chat_template(checkpoint: Checkpoint, text: str | None, max_bytes: int) -> ChatTemplate:
+    of_images = getattr(checkpoint.processor, "chat_template", None)
+    return ChatTemplate(checkpoint.tokenizer, text, max_bytes, of_images if isinstance(of_images, str) else None)
+
+
+def _prepare_sample(
+    checkpoint: Checkpoint, settings: ModelSettings, template: ChatTemplate
+) -> tuple[ImagePreparer | str, ImageSample | None]:
+    """What prepares images, with a sample of its work; or why the model is served for its text alone."""
+    if checkpoint.processor is None:
+        return checkpoint.image_obstacle, None
+    try:
+        images = ImagePreparer(checkpoint.processor, checkpoint.model, settings, checkpoint.context_length)
+        placeholder = images.placeholder
+        texts = [f"a {placeholder} b {placeholder} c"]
+        with contextlib.suppress(RequestError):  # it has no template, or one that takes no images
+            texts.insert(0, template.render_images(SAMPLE_CHAT, placeholder))
+        sample = images.sample(texts)
+    except Exception as error:  # the model's code and its repository's files may do anything
+        reason = as_own_error("preparing images", error).sentence
+        logger.warning("%s is served for its text alone: %s", settings.huggingface_model, reason)
+        return reason, None
+    if len(sample.prompt_ids) >= checkpoint.context_length:
+        return f"two small images have {len(sample.prompt_ids)} tokens, which its context does not hold", None
+    return images, sample
 
 
 def _prompt_defaults(
