@@ -12,10 +12,18 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Annotated, Any, Final, Self
+from typing import Annotated, Any, Final, Self, cast
 
 import annotated_types
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 
 from hf_triton.errors import RequestError, clip
 from hf_triton.protocol.custom_tools import (
@@ -28,10 +36,21 @@ from hf_triton.protocol.custom_tools import (
     format_of,
     hosted_type,
 )
+from hf_triton.protocol.image_files import (
+    FORM,
+    LOOSE,
+    MAX_BASE64,
+    ImageParts,
+    count_base64,
+    is_elsewhere,
+    is_image,
+    is_read,
+    take_files,
+)
 from hf_triton.protocol.names import MESSAGES
 from hf_triton.protocol.past import MAX_DEPTH, READ, is_deep, read_assistant_message
 from hf_triton.protocol.tool_choice import ForcedCall, allowed_tools, forced_call, read_tool_choice
-from hf_triton.protocol.validation import is_slip, parse_json, problems, suggest, validated
+from hf_triton.protocol.validation import MAX_JSON, is_slip, parse_json, problems, suggest, validated
 from hf_triton.sentence import param, param_list
 
 logger = logging.getLogger(__name__)
@@ -65,11 +84,11 @@ RESERVED: Final = frozenset(
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-def _parse_bounded(name: str, value: object) -> Any:
-    """Parse a string as JSON, and bound the depth of any value."""
+def _parse_bounded(name: str, value: object, most: int = MAX_JSON) -> Any:
+    """Parse a string as JSON of up to `most` characters, and bound the depth of any value."""
     if isinstance(value, str):
         try:
-            value = parse_json(value)
+            value = parse_json(value, most)
         except ValueError as error:
             raise ValueError(f"{param(name)} is not JSON: {error}") from None
     if is_deep(value):
@@ -127,19 +146,22 @@ def _read_kwargs(value: object) -> object:
     return value
 
 
-def _read_content(value: object) -> object:
-    """A string, or OpenAI's array of parts, joined by newlines as in vLLM."""
+def _read_content(value: object, check: ValidatorFunctionWrapHandler) -> object:
+    """A string, or OpenAI's array of parts: joined by newlines as in vLLM, or, with images among them, as it is."""
     if not isinstance(value, list):
-        return value
+        return check(value)
     if not value:
         raise ValueError("content is an empty array: give a string")
-    return "\n".join(_read_part(index, part) for index, part in enumerate(value))
+    texts = {index: _read_text(index, part) for index, part in enumerate(value) if not is_read(part)}
+    if len(texts) == len(value):
+        return "\n".join(texts.values())
+    return [{"type": "text", "text": texts[i]} if i in texts else part for i, part in enumerate(value)]
 
 
-def _read_part(index: int, part: object) -> str:
+def _read_text(index: int, part: object) -> str:
     kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else (None, None)
     if kind != "text" and isinstance(kind, str):
-        raise ValueError(f"content[{index}] is of type {clip(kind)}; this model takes parts of type 'text' only")
+        raise ValueError(f"content[{index}] is of type {clip(kind)}; messages have parts of type 'text' and images")
     if kind != "text" or not isinstance(text, str):
         raise ValueError(f'content[{index}] must be {{"type": "text", "text": "..."}}, got {clip(part)}')
     return text
@@ -178,7 +200,7 @@ def _checked(name: str, model: type[BaseModel], value: object) -> dict[str, Any]
     if not isinstance(value, dict):
         raise ValueError(f"{param(name)} must be a JSON object, got {clip(value)}")
     try:
-        return value | model.model_validate(value).model_dump(exclude_unset=True)
+        return value | model.model_validate(value).model_dump(exclude_unset=True, warnings=False)
     except ValidationError as error:
         raise ValueError(f"{param(name)}: {problems(model, error)[0].sentence}") from None
 
@@ -194,7 +216,7 @@ class _ToolCall(_Declared):
 
 class _Message(_Declared):
     role: Annotated[str, annotated_types.MinLen(1)]
-    content: Annotated[str, BeforeValidator(_read_content)] | None = None
+    content: Annotated[str, WrapValidator(_read_content)] | None = None
     name: str | None = None
     tool_calls: Annotated[list[dict[str, Any]], BeforeValidator(_read_tool_calls)] | None = None
     tool_call_id: str | None = None
@@ -270,7 +292,8 @@ class Chat:
     """A checked conversation, in the form that templates expect."""
 
     messages: tuple[dict[str, Any], ...]
-    """Content is a string in each, the arguments of tool calls are objects, nothing is None."""
+    """Content is a string in each, or, where there are images, parts of `type` `text` or `image` in order; the
+    arguments of tool calls are objects, nothing is None."""
     tools: tuple[dict[str, Any], ...] | None
     """The tools that the model may call, or has to, custom ones as functions."""
     template_kwargs: Mapping[str, Any]
@@ -282,22 +305,38 @@ class Chat:
     custom_names: frozenset[str] = frozenset()
     strict: Mapping[str, bool] = field(default_factory=dict)
     """Whether calls of a tool follow its schema, for those that say so."""
+    images: tuple[bytes, ...] = ()
+    """Image files, one for each part of type `image`, in order; not looked at yet."""
+    image_places: tuple[str, ...] = ()
+    """Where the client has them: `messages[0].content[1]`."""
 
 
-def parse_chat(messages: str | Sequence[str], options: Mapping[str, object], max_bytes: int) -> Chat:
+def parse_chat(
+    messages: str | Sequence[str], options: Mapping[str, object], max_bytes: int, images: ImageParts | None = None
+) -> Chat:
     """Check a chat.
 
     Args:
         messages: An array of messages as JSON, or one JSON string per message.
         options: The request's `ChatOptions`; arrays and objects may be JSON strings.
-        max_bytes: Limit of messages, tools and template arguments together, as UTF-8.
+        max_bytes: Limit of messages, tools and template arguments together, as UTF-8, without images.
+        images: Reads the images among the messages; None: the model takes none.
 
     Raises:
         RequestError: The message names the field (`messages[2].content`), its value and what is allowed.
     """
     texts = [messages] if isinstance(messages, str) else list(messages)
     given = [entry for value in options.values() for entry in (value if isinstance(value, list) else [value])]
+    images = ImageParts() if images is None else images
+    num_base64 = sum(map(count_base64, texts))
     num_bytes = sum(len(text.encode(errors="replace")) for text in [*texts, *given] if isinstance(text, str))
+    num_bytes -= num_base64
+    if num_base64 > MAX_BASE64:
+        raise RequestError(
+            "invalid_input",
+            f"{param(MESSAGES)} hold {num_base64} characters of base64, more than the {MAX_BASE64} that are accepted: "
+            "send fewer images, or smaller ones",
+        )
     if num_bytes > max_bytes:
         raise RequestError(
             "context_exceeded",
@@ -307,9 +346,11 @@ def parse_chat(messages: str | Sequence[str], options: Mapping[str, object], max
         )
     checked = validated(ChatOptions, options)
     try:
-        conversation = _parse_messages(texts)
+        conversation = _parse_messages(texts, images, MAX_JSON + num_base64)
         if checked.continue_final_message:
             _check_final_message(conversation)
+    except RequestError:  # about an image
+        raise
     except ValueError as error:
         raise RequestError("invalid_input", str(error)) from None
     effort = {} if checked.reasoning_effort is None else {"reasoning_effort": checked.reasoning_effort}
@@ -320,6 +361,7 @@ def parse_chat(messages: str | Sequence[str], options: Mapping[str, object], max
     strict = {own["name"]: own["strict"] for tool in offered if "strict" in (own := tool.get("function", {}))}
     tools, choice = allowed_tools(functions, checked.tool_choice or "auto")
     is_parallel = checked.parallel_tool_calls is not False
+    files = take_files(conversation)
     return Chat(
         tuple(message if "content" in message else message | {"content": ""} for message in conversation),
         None if choice == "none" or not tools else tuple(tools),
@@ -330,6 +372,8 @@ def parse_chat(messages: str | Sequence[str], options: Mapping[str, object], max
         forced_call=forced_call(tools, choice, is_parallel=is_parallel, formats=formats),
         custom_names=frozenset(formats),
         strict=strict,
+        images=tuple(files.values()),
+        image_places=tuple(files),
     )
 
 
@@ -338,17 +382,18 @@ def _shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
     return tool | {"function": {name: value for name, value in tool["function"].items() if name != "strict"}}
 
 
-def _parse_messages(texts: Sequence[str]) -> tuple[dict[str, Any], ...]:
+def _parse_messages(texts: Sequence[str], images: ImageParts, most: int) -> tuple[dict[str, Any], ...]:
+    """The messages of JSON of up to `most` characters each, their images read."""
     try:
-        values = _parse_bounded(MESSAGES, texts[0]) if len(texts) == 1 else list(texts)
+        values = _parse_bounded(MESSAGES, texts[0], most) if len(texts) == 1 else list(texts)
     except ValueError as error:
         raise ValueError(f"{error}; {param(MESSAGES)} must be like [{EXAMPLE}]") from None
     values = values if isinstance(values, list) else [values]
     if not 1 <= len(values) <= MAX_MESSAGES:
         raise ValueError(f"{param(MESSAGES)} must hold 1 to {MAX_MESSAGES} messages, got {len(values)}")
-    return _with_results_in_order(
-        [_parse_message(f"{MESSAGES}[{index}]", message) for index, message in enumerate(values)]
-    )
+    messages = [_parse_message(f"{MESSAGES}[{index}]", value, images, most) for index, value in enumerate(values)]
+    images.check_end()
+    return _with_results_in_order(messages)
 
 
 def _with_results_in_order(messages: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
@@ -363,16 +408,21 @@ def _with_results_in_order(messages: Sequence[dict[str, Any]]) -> tuple[dict[str
     return tuple(ordered)
 
 
-def _parse_message(name: str, value: object) -> dict[str, Any]:
-    value = _parse_bounded(name, value)
+def _parse_message(name: str, value: object, images: ImageParts, most: int) -> dict[str, Any]:
+    value = _parse_bounded(name, value, most)
     if not isinstance(value, dict):
         raise ValueError(f"{param(name)} must be like {EXAMPLE}, got {clip(value)}")
     message = {given: content for given, content in value.items() if content is not None}
-    if message.get("role") == ASSISTANT:
+    role, parts = message.get("role"), message.get("content")
+    if isinstance(parts, list):
+        message["content"] = [
+            _read_part(f"{name}.content[{index}]", part, role, images) for index, part in enumerate(parts)
+        ]
+    if role == ASSISTANT:
         message = read_assistant_message(message)
-    if message.get("role") == TOOL and isinstance(message.get("content"), list):
-        message["content"] = [_shown(part) for part in message["content"]]
     for number, given in enumerate(unknown_fields(message)):
+        if given in LOOSE and message[given] and role not in (ASSISTANT, TOOL):
+            raise ValueError(f"{param(name)} has no field {clip(given)}: an image is a part of its content, {FORM}")
         if number >= MAX_UNKNOWN or is_slip(given, _Message.model_fields):
             raise ValueError(f"{param(name)} has no field {clip(given)}{suggest(given, _Message.model_fields)}")
         del message[given]
@@ -391,19 +441,32 @@ def unknown_fields(message: Mapping[str, object]) -> list[str]:
     return [name for name, value in message.items() if value is not None and name not in known]
 
 
-def unseen(kind: str) -> str:
-    """What the model reads in place of a part of a tool's output that is no text: the client cannot leave it out."""
-    return f"[{clip(kind)[1:-1]}: not shown, as this model reads text alone]"
+def _read_part(place: str, part: object, role: object, images: ImageParts) -> object:
+    """A part of a content, with its image read.
+
+    What a tool has answered the client cannot leave out: a note stands in place of what the model does not read.
+    """
+    kind = hidden_type(part) if role == TOOL else None
+    if not is_image(part):
+        return part if kind is None else {"type": "text", "text": unseen(kind)}
+    image = cast("dict[str, Any]", part)
+    if kind is not None and not images.max_images:
+        return {"type": "text", "text": unseen(kind, "this model reads text alone")}
+    if kind is not None and is_elsewhere(image):
+        return {"type": "text", "text": unseen(kind, "nothing is fetched")}
+    return part if role == ASSISTANT and not images.max_images else images.read(place, image)
+
+
+def unseen(kind: str, why: str = "this server does not read it") -> str:
+    """What the model reads in place of a part of a tool's output."""
+    return f"[{clip(kind)[1:-1]}: not shown, as {why}]"
 
 
 def hidden_type(part: object) -> str | None:
     """The type of a part that holds no text; None: a text, or no part."""
-    kind = part.get("type") if isinstance(part, dict) and "text" not in part else None
+    has_text = not isinstance(part, dict) or (part.get("text") is not None and not is_image(part))
+    kind = None if has_text else cast("dict[str, Any]", part).get("type")
     return kind if isinstance(kind, str) and kind != "text" else None
-
-
-def _shown(part: object) -> object:
-    return part if (kind := hidden_type(part)) is None else {"type": "text", "text": unseen(kind)}
 
 
 def _check_final_message(messages: Sequence[Mapping[str, Any]]) -> None:
@@ -417,3 +480,5 @@ def _check_final_message(messages: Sequence[Mapping[str, Any]]) -> None:
         raise ValueError(
             f"{param('continue_final_message')} continues content, but {param(name)} does not end with content"
         )
+    if not isinstance(last["content"], str):
+        raise ValueError(f"{param('continue_final_message')} continues text, but {param(name)} holds images")

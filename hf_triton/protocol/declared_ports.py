@@ -8,7 +8,16 @@ from typing import Any, Final
 
 from hf_triton.errors import SettingsError
 from hf_triton.protocol.dialects import ALIASES, DIALECT_INPUTS, DIALECT_TYPES, SUGGESTIONS
-from hf_triton.protocol.names import JSON_OUTPUT, LEGACY_TEXT, MESSAGES, PROMPT, PROMPT_ALIASES, PROMPT_TOKEN_IDS, TEXT
+from hf_triton.protocol.names import (
+    IMAGE,
+    JSON_OUTPUT,
+    LEGACY_TEXT,
+    MESSAGES,
+    PROMPT,
+    PROMPT_ALIASES,
+    PROMPT_TOKEN_IDS,
+    TEXT,
+)
 from hf_triton.protocol.prompts import SOURCES
 from hf_triton.protocol.request_options import BEFORE_INPUTS, PARAMETERS
 from hf_triton.protocol.validation import suggest, value_type
@@ -53,10 +62,13 @@ def missing_ports(
     """The inputs and outputs that config.pbtxt leaves out, in Triton's form; every request parameter, if so asked."""
     has_inputs, has_outputs = ({port["name"] for port in config[side]} for side in ("input", "output"))
     prompt_dims = [1 if config["max_batch_size"] > 0 else -1]
-    dims = {**dict.fromkeys((PROMPT, *PROMPT_ALIASES), prompt_dims), MESSAGES: [-1], PROMPT_TOKEN_IDS: [-1]}
+    dims = {
+        **dict.fromkeys((PROMPT, *PROMPT_ALIASES), prompt_dims),
+        **{name: [-1] for name in (MESSAGES, PROMPT_TOKEN_IDS, IMAGE)},
+    }
     names = [PROMPT]
     if parameters_as_inputs or not has_inputs:  # a folder that declares inputs gets no others
-        names += [*PROMPT_ALIASES, PROMPT_TOKEN_IDS, *STRING_ARRAYS]
+        names += [*PROMPT_ALIASES, PROMPT_TOKEN_IDS, IMAGE, *STRING_ARRAYS]
         if parameters_as_inputs or config["max_batch_size"] > 0:  # where Triton refuses requests without an input
             names.append(MESSAGES)
     if parameters_as_inputs:
@@ -83,7 +95,7 @@ def missing_ports(
 
 def _triton_types(name: str) -> tuple[str, ...]:
     """The tensor types that can hold an input, the declared one first."""
-    if name in (PROMPT, *PROMPT_ALIASES, MESSAGES):
+    if name in (PROMPT, *PROMPT_ALIASES, MESSAGES, IMAGE):
         return ("TYPE_STRING",)
     if name == PROMPT_TOKEN_IDS:
         return (*INTEGER_TYPES, "TYPE_STRING")
@@ -157,11 +169,11 @@ def _check_dims(port: Mapping[str, Any], is_batched: bool) -> None:
 
 def _check_input(name: str, data_type: str) -> None:
     parameter = ALIASES.get(name, name)
-    is_known = name in (*SOURCES, *PROMPT_ALIASES, *DIALECT_INPUTS) or parameter in PARAMETERS
+    is_known = name in (*SOURCES, IMAGE, *PROMPT_ALIASES, *DIALECT_INPUTS) or parameter in PARAMETERS
     if not is_known or name in BEFORE_INPUTS:
         raise SettingsError(
             f"config.pbtxt declares the input '{name}', but there is no such request parameter"
-            f"{suggest(SUGGESTIONS.get(name, name), [*SOURCES, *PARAMETERS, *ALIASES], 'docs/requests.md')}"
+            f"{suggest(SUGGESTIONS.get(name, name), [*SOURCES, IMAGE, *PARAMETERS, *ALIASES], 'docs/requests.md')}"
         )
     types = _triton_types(name)
     if data_type not in types:

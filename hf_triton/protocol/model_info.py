@@ -58,8 +58,17 @@ class ModelInfo:
     """What stands in a text for a token to fill in; empty: the task fills none."""
     slower: tuple[str, ...] = ()
     """Why it runs slower than it could, what was measured and what it costs: `runs eagerly, ...`; a sentence each."""
+    images: str = ""
+    """How prompts with images are computed: `continuous`, `generate`, or `no`; empty: it generates no text, or is an
+    older process that takes none."""
+    image_obstacle: str = ""
+    """Why a model that could read images takes none, or has them computed by `generate`; empty: neither is so."""
     error_form: int = 0
     """The version of errors as data that a request may ask for by the parameter `error_form`; 0: none."""
+
+    @property
+    def takes_images(self) -> bool:
+        return self.images not in ("", "no")
 
     def describe(self, max_cache_tokens: int = 0) -> str:
         """One line for people; `max_cache_tokens` are those of the KV cache, 0 if the engine manages none."""

@@ -9,6 +9,7 @@ from typing import Final, Literal
 PROMPT: Final = "text_input"
 PROMPT_TOKEN_IDS: Final = "prompt_token_ids"
 MESSAGES: Final = "messages"
+IMAGE: Final = "image"
 TEXT: Final = "text_output"
 LEGACY_TEXT: Final = "text"
 """The output's name in the Triton tutorial; filled too if config.pbtxt declares it."""
@@ -21,7 +22,7 @@ INPUT_ALIASES: Final[Mapping[str, tuple[str, ...]]] = {
     PROMPT: PROMPT_ALIASES,
     "text": (*TEXT_ALIASES, "input_text", "sequences"),
     "documents": ("document", "texts", "passages"),
-    "image": ("images",),
+    IMAGE: ("images",),
 }
 """The names that a folder may declare for an input in place of its own, of all tasks."""
 JSON_OUTPUT: Final = "output"

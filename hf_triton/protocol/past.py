@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from hf_triton.protocol.custom_tools import hosted_type
+from hf_triton.protocol.image_files import is_read
 from hf_triton.protocol.validation import parse_json
 
 INVALID_JSON: Final = "INVALID_JSON"
@@ -45,17 +46,25 @@ def read_assistant_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_content(content: object) -> tuple[Any, str]:
-    """The text of a content, and the reasoning among its parts; what is no list of parts is left for the checks."""
+    """The text of a content, or its parts if there are images, and the reasoning among them.
+
+    What is no list of parts is left for the checks.
+    """
     if not isinstance(content, list):
         return content, ""
     texts, thoughts = [], []
+    parts: list[dict[str, Any]] = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind in THOUGHT_PARTS:
             thoughts.append(_part_text(part, kind))
-        elif kind is not None:
-            texts.append(_part_text(part, "refusal" if kind == "refusal" else "text"))
-    return "\n".join(filter(None, texts)) or None, "\n".join(filter(None, thoughts))
+        elif is_read(part):
+            parts.append(part)
+        elif kind is not None and (text := _part_text(part, "refusal" if kind == "refusal" else "text")):
+            texts.append(text)
+            parts.append({"type": "text", "text": text})
+    said = parts if len(parts) > len(texts) else "\n".join(texts) or None
+    return said, "\n".join(filter(None, thoughts))
 
 
 def _part_text(part: Mapping[str, Any], name: str) -> str:

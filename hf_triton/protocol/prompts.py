@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -13,7 +13,8 @@ from pydantic_core import from_json
 
 from hf_triton.errors import RequestError, clip
 from hf_triton.protocol.chat_request import Chat, parse_chat
-from hf_triton.protocol.names import MESSAGES, PROMPT, PROMPT_TOKEN_IDS
+from hf_triton.protocol.image_files import ImageParts, image_file, not_taken, too_many
+from hf_triton.protocol.names import IMAGE, MESSAGES, PROMPT, PROMPT_TOKEN_IDS
 from hf_triton.protocol.tensor_values import Array, decode_string
 from hf_triton.sentence import param
 from hf_triton.sentence import row as row_words
@@ -34,6 +35,12 @@ class Limits:
     max_prompts: int
     max_prompt_bytes: int
     """Bytes of the longest prompt."""
+    max_images: int = 0
+    """Images of one request; 0: the model takes none."""
+    max_image_bytes: int = 0
+    """Bytes of the largest file of an image."""
+    image_obstacle: str = ""
+    """Why the model takes none, if that is not plain."""
 
 
 def prompt_name(prompt: Prompt, row: int) -> str:
@@ -79,13 +86,38 @@ def read_elements(name: str, array: Array, limits: Limits, noun: str = "file") -
     return elements
 
 
-def decode_chat(value: object, options: Mapping[str, object], limits: Limits) -> Chat:
-    """Read `messages`, a tensor of JSON or a parameter, with the request's `ChatOptions`."""
+def read_images(value: object, limits: Limits) -> tuple[bytes, ...]:
+    """The files of the input `image`: a tensor of them or of base64, a string as a parameter, or None.
+
+    Raises:
+        RequestError: The model takes none or fewer, or one is too large or no image; the message names its row.
+    """
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        elements = [value.encode(errors="replace")]
+    elif isinstance(value, np.ndarray) and value.dtype == np.object_:
+        elements = value.ravel().tolist()
+    else:
+        raise RequestError("invalid_input", f"{param(IMAGE)} must be files of images, or base64 of them (BYTES)")
+    if elements and not limits.max_images:
+        raise not_taken(f"{param(IMAGE)} is given", limits.image_obstacle)
+    if len(elements) > limits.max_images:
+        raise too_many(param(IMAGE), limits.max_images)
+    names = (f"{param(IMAGE)}{row_words(row)}" for row in range(len(elements)))
+    return tuple(
+        image_file(element, name, limits.max_image_bytes) for element, name in zip(elements, names, strict=True)
+    )
+
+
+def decode_chat(value: object, options: Mapping[str, object], limits: Limits, files: Sequence[bytes] = ()) -> Chat:
+    """Read `messages`, a tensor of JSON or a parameter, with the request's `ChatOptions` and files of images."""
     if isinstance(value, np.ndarray):
         value = [decode_string(param(MESSAGES), element) for element in _one_row(MESSAGES, value, "chat")]
     if not isinstance(value, str | list):
         raise RequestError("invalid_input", f"{param(MESSAGES)} must be a JSON string, got {clip(value)}")
-    return parse_chat(value, options, limits.max_prompt_bytes)
+    images = ImageParts(limits.max_images, limits.max_image_bytes, files, limits.image_obstacle)
+    return parse_chat(value, options, limits.max_prompt_bytes, images)
 
 
 def decode_token_ids(value: object, limits: Limits, name: str = PROMPT_TOKEN_IDS) -> TokenIds:

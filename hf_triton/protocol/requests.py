@@ -17,7 +17,7 @@ from hf_triton.errors import RequestError, clip
 from hf_triton.protocol.chat_request import Chat
 from hf_triton.protocol.declared_ports import PROMPT_LOGPROBS, element_type, is_array
 from hf_triton.protocol.dialects import ALIASES, BEAM_SEARCH, GUIDES, NO_EFFECT, SUGGESTIONS, UNSUPPORTED, has_no_effect
-from hf_triton.protocol.names import CANCEL, MESSAGES, PROMPT, PROMPT_ALIASES, PROMPT_TOKEN_IDS
+from hf_triton.protocol.names import CANCEL, IMAGE, MESSAGES, PROMPT, PROMPT_ALIASES, PROMPT_TOKEN_IDS
 from hf_triton.protocol.parameters import GenerationParameters, parse_parameters, unknown_parameter
 from hf_triton.protocol.prompts import (
     SOURCES,
@@ -27,6 +27,7 @@ from hf_triton.protocol.prompts import (
     decode_texts,
     decode_token_ids,
     prompt_shape,
+    read_images,
 )
 from hf_triton.protocol.request_options import CHAT_OPTIONS, OPTIONS, PARAMETERS, RequestOptions, parse_options
 from hf_triton.protocol.request_values import given_name, in_row, is_triton_parameter, merge_values
@@ -34,6 +35,7 @@ from hf_triton.protocol.tensor_values import Array, values_per_prompt
 from hf_triton.protocol.validation import MAX_JSON, json_error, read_json, reject_duplicates
 from hf_triton.sentence import param, param_list
 
+NOT_PARAMETERS: Final = (*SOURCES, IMAGE)
 PARAMETER_NAMES: Final = frozenset({*PARAMETERS, *ALIASES, BEAM_SEARCH, *GUIDES, *SOURCES})
 """Every name of a parameter or a prompt of text generation."""
 MAX_NUMBER_CHARS: Final = 64
@@ -51,10 +53,21 @@ class GenerationRequest:
     options: RequestOptions
     shape: tuple[int, ...]
     """The shape of `text_input`, which the outputs follow."""
+    images: tuple[bytes, ...] = ()
+    """Image files beside the one text of a request, in the order of its placeholders; a chat has its own."""
     is_from_mlserver: bool = False
     """Whether the prompts came in one of `PROMPT_ALIASES`."""
     fills_text: bool = True
     """Whether the response has the text as it is."""
+
+    @property
+    def files(self) -> tuple[bytes, ...]:
+        """All image files, those of its chats too."""
+        return sum([prompt.images for prompt in self.prompts if isinstance(prompt, Chat)], self.images)
+
+    @property
+    def has_images(self) -> bool:
+        return bool(self.images) or any(isinstance(prompt, Chat) and prompt.images for prompt in self.prompts)
 
 
 def with_named_outputs(
@@ -79,7 +92,7 @@ def parse_request(inputs: Mapping[str, Array], parameters: Mapping[str, object],
 
     Args:
         inputs: Tensors by name. `text_input` holds UTF-8 `bytes` and has shape `[n]`, or `[batch, n]`; a parameter's
-            tensor holds one value, or one per prompt; arrays and objects may be JSON strings.
+            tensor holds one value, or one per prompt; arrays and objects may be JSON strings. `image` holds files.
         parameters: The request's parameters, by name or alias.
         limits: What to accept.
     """
@@ -89,15 +102,19 @@ def parse_request(inputs: Mapping[str, Array], parameters: Mapping[str, object],
     inputs, is_from_mlserver = _with_prompts(inputs)
     source, value = _find_source(inputs, parameters)
     prompts: Sequence[Prompt] = decode_texts(PROMPT, inputs[PROMPT], limits, "prompt") if source == PROMPT else []
+    images = read_images(merge_values(inputs, parameters).get(IMAGE), limits)
     rows = _parameters_per_prompt(inputs, parameters, len(prompts) or 1)
     if source == MESSAGES:
         chat_options = {name: value for name, value in rows[0].items() if name in CHAT_OPTIONS}
-        prompts = [decode_chat(value, chat_options, limits)]
+        prompts, images = [decode_chat(value, chat_options, limits, images)], ()
     elif not all(CHAT_OPTIONS.isdisjoint(row) for row in rows):
         names = param_list(sorted({name for row in rows for name in CHAT_OPTIONS & row.keys()}))
         raise RequestError("invalid_parameter", f"{names} has no effect without {param(MESSAGES)}: leave it out")
     elif source == PROMPT_TOKEN_IDS:
         prompts = [decode_token_ids(value, limits)]
+    if images and (source != PROMPT or len(prompts) > 1):
+        names = param_list((PROMPT, MESSAGES), " or ")
+        raise RequestError("invalid_input", f"{param(IMAGE)} goes with one {names}: send a request for each")
     options = _parse_rows(parse_options, rows)
     _check_equal(options, OPTIONS - {"sampling_parameters"})
     generation = _parse_rows(_parse_generation, rows)
@@ -109,7 +126,7 @@ def parse_request(inputs: Mapping[str, Array], parameters: Mapping[str, object],
     if isinstance(prompts[0], Chat) and prompts[0].forced_call is not None:
         _check_unconstrained(generation[0])
     whole = options[0].model_copy(update={"stream": False}) if options[0].tokenize_only else options[0]
-    return GenerationRequest(prompts, generation, whole, prompt_shape(inputs), is_from_mlserver)
+    return GenerationRequest(prompts, generation, whole, prompt_shape(inputs), images, is_from_mlserver)
 
 
 def _with_prompts(inputs: Mapping[str, Array]) -> tuple[Mapping[str, Array], bool]:
@@ -185,9 +202,9 @@ def _parameters_per_prompt(
 ) -> list[dict[str, object]]:
     """Each prompt's parameters, from request parameters and from tensors."""
     given = merge_values(inputs, parameters)
-    rows = [{name: value for name, value in given.items() if name not in SOURCES} for _ in range(num_rows)]
+    rows = [{name: value for name, value in given.items() if name not in NOT_PARAMETERS} for _ in range(num_rows)]
     for name, array in inputs.items():
-        if name not in SOURCES:
+        if name not in NOT_PARAMETERS:
             values = values_per_prompt(name, array, num_rows, is_array=is_array(name))
             for row, value in zip(rows, values, strict=True):
                 row[name] = value
@@ -198,12 +215,12 @@ def check_parameter_names(parameters: Mapping[str, object]) -> None:
     """Refuse unknown parameters, and suggest known ones."""
     for name, value in parameters.items():
         if not (_is_known(name) or has_no_effect(name, value)):
-            raise unknown_parameter(name, (*OPTIONS, *CHAT_OPTIONS, *SOURCES))
+            raise unknown_parameter(name, (*OPTIONS, *CHAT_OPTIONS, *NOT_PARAMETERS))
 
 
 def is_parameter_name(name: str) -> bool:
     """Whether a name is a parameter's, one that is refused with advice included."""
-    return _is_known(name) or name in UNSUPPORTED or name in NO_EFFECT or name in SOURCES
+    return _is_known(name) or name in UNSUPPORTED or name in NO_EFFECT or name in NOT_PARAMETERS
 
 
 @lru_cache(MAX_NAMES)
@@ -216,7 +233,7 @@ def resembles_parameter(name: str) -> bool:
 
 
 def _is_known(name: str) -> bool:
-    is_own = ALIASES.get(name, name) in PARAMETERS or name in (MESSAGES, PROMPT_TOKEN_IDS, BEAM_SEARCH, *GUIDES)
+    is_own = ALIASES.get(name, name) in PARAMETERS or name in (MESSAGES, PROMPT_TOKEN_IDS, IMAGE, BEAM_SEARCH, *GUIDES)
     return is_own or is_triton_parameter(name)
 
 

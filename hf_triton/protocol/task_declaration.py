@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict
 
 from hf_triton.errors import SettingsError, clip
 from hf_triton.protocol.declared_ports import TENSOR_TYPES
+from hf_triton.protocol.names import IMAGE as IMAGE
 from hf_triton.protocol.names import INPUT_ALIASES, TEXT_ALIASES
 from hf_triton.protocol.names import JSON_OUTPUT as JSON_OUTPUT
 from hf_triton.protocol.token_rows import TOKEN_INPUTS, TOKEN_TYPE
@@ -46,7 +47,6 @@ MAX_FILLS: Final = 1000
 TEXT: Final = "text"
 PAIR: Final = "text_pair"
 AUDIO: Final = "audio"
-IMAGE: Final = "image"
 TEXTS: Final = TextInput(TEXT, "the texts", TEXT_ALIASES)
 TOKEN_IDS: Final = "token_ids"
 TOKEN_TEXTS: Final = TextInput(

@@ -170,14 +170,14 @@ def _position(details: Any) -> tuple[int, ...]:
     return tuple(part for part in details["loc"][1:] if isinstance(part, int))
 
 
-def parse_json(text: str) -> Any:
-    """Parse JSON of up to `MAX_JSON` characters.
+def parse_json(text: str, most: int = MAX_JSON) -> Any:
+    """Parse JSON of up to `most` characters.
 
     Raises:
         ValueError: Says what is wrong: syntax, NaN, half a surrogate pair, nesting, a number of thousands of digits.
     """
-    if len(text) > MAX_JSON:
-        raise ValueError(f"it has more than {MAX_JSON} characters")
+    if len(text) > most:
+        raise ValueError(f"it has more than {most} characters")
     return from_json(text, allow_inf_nan=False)
 
 

@@ -65,13 +65,13 @@ class AgentRequest(Fields, AgentSampling):
     ) -> Generation:
         """What to ask of Triton for a conversation and more fields of the chat; `names` are the client's."""
         shared = {name: getattr(self, name) for name in SHARED}
-        own = self.names_of(names, places=conversation.places)
+        own = self.names_of({**names, **conversation.part_places}, places=conversation.places)
         try:
             request = ChatRequest.model_validate({**shared, "messages": conversation.messages(), **chat})
             generation = request.generation(request_id)
         except ApiError as error:
             raise error.in_names(own) from None
-        return dataclasses.replace(generation, names=generation.names.under(own))
+        return dataclasses.replace(generation, names=generation.names.under(own), hidden=tuple(conversation.hidden))
 
 
 class ToolFields(Fields, NamedTool):

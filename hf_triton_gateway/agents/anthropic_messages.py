@@ -30,13 +30,13 @@ from hf_triton_gateway.chat.answers import COUNTS, finish_reason_of, message_of,
 from hf_triton_gateway.chat.conversation import Conversation, parse_at
 from hf_triton_gateway.chat.fields import HINT, ONE_TIER, Fields, Ignored, StopStrings
 from hf_triton_gateway.http.api_errors import ANTHROPIC_RESPONSES, ApiError
-from hf_triton_gateway.http.bodies import JsonRoute, beside_loop, json_response
+from hf_triton_gateway.http.bodies import ChatRoute, beside_loop, json_response
 from hf_triton_gateway.http.client_names import ELSEWHERE
 from hf_triton_gateway.http.disconnect import run_while_connected
 from hf_triton_gateway.http.sse import RESPONSES, EventStream
 from hf_triton_gateway.triton.triton_messages import Generation, Outputs, size_of
 
-router = APIRouter(route_class=JsonRoute)
+router = APIRouter(route_class=ChatRoute)
 NAMES: Final[Mapping[str, str]] = {
     "max_new_tokens": "max_tokens",
     "text_input": ELSEWHERE,

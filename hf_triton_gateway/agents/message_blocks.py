@@ -14,16 +14,17 @@ from hf_triton.protocol.chat_request import ASSISTANT
 from hf_triton.protocol.past import INVALID_JSON
 from hf_triton_gateway.agents.agents import ANY
 from hf_triton_gateway.agents.answer_blocks import REASONING, TEXT, Block
-from hf_triton_gateway.chat.conversation import Conversation, parse_at, parse_past, unseen
+from hf_triton_gateway.chat.conversation import Conversation, only_image, parse_at, parse_past, read_image, unseen
 from hf_triton_gateway.chat.fields import HINT, Fields, Ignored
 from hf_triton_gateway.http.api_errors import ApiError
 from hf_triton_gateway.http.hints import pass_over
 
 PASSED_OVER: Final = {"cache_control": HINT, **dict.fromkeys(("type", "citations", "caller", "toolset_name"), ANY)}
 """Fields of blocks that say nothing to the model."""
+IMAGE_FORM: Final = '{"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "..."}}'
 SERVED: Final[Mapping[str, tuple[str, ...]]] = {
     "system": ("text",),
-    "user": ("text", "tool_result"),
+    "user": ("text", "image", "tool_result"),
     ASSISTANT: ("text", "tool_use", "thinking"),
 }
 """Types of block by the role of their message."""
@@ -37,6 +38,11 @@ class _Message(Fields):
 class _Text(Fields):
     ignored: ClassVar[Mapping[str, Ignored]] = PASSED_OVER
     text: str
+
+
+class _Image(Fields):
+    ignored: ClassVar[Mapping[str, Ignored]] = PASSED_OVER
+    source: Any
 
 
 class _ToolUse(Fields):
@@ -93,9 +99,12 @@ def _read_block(conversation: Conversation, role: str, place: str, block: object
     kind = _kind(place, block, SERVED[role], f" in a message of role '{role}'")
     if kind == "text":
         conversation.add_text(role, parse_at(_Text, place, block).text, message)
+    elif kind == "image":
+        image = {"type": kind, "source": parse_at(_Image, place, block).source}
+        conversation.add_image(role, read_image(place, image, IMAGE_FORM), message, place)
     elif kind == "tool_result":
         result = parse_at(_ToolResult, place, block)
-        conversation.add_result(result.tool_use_id, _result_text(f"{place}.content", result.content), message)
+        conversation.add_result(result.tool_use_id, _result(f"{place}.content", result.content), message)
 
 
 def _read_past(conversation: Conversation, place: str, block: dict[str, Any], message: str) -> None:
@@ -125,19 +134,22 @@ def _kind(place: str, block: object, served: tuple[str, ...], where: str) -> str
     return kind
 
 
-def _result_text(place: str, content: str | list[Any] | None) -> str:
-    if isinstance(content, str):
-        return content
-    texts = []
-    for index, block in enumerate(content or ()):
-        inner = f"{place}[{index}]"
-        kind = block.get("type") if isinstance(block, dict) else None
-        if isinstance(kind, str) and kind != "text":
-            texts.append(unseen(inner, kind))
-        else:
-            _kind(inner, block, ("text",), " in a tool's result")
-            texts.append(parse_at(_Text, inner, block).text)
-    return "\n".join(texts)
+def _result(place: str, content: str | list[Any] | None) -> str | dict[str, dict[str, Any]]:
+    """A tool's result, or its parts by place."""
+    if not isinstance(content, list):
+        return content or ""
+    places = [f"{place}[{index}]" for index in range(len(content))]
+    return {inner: _result_part(inner, block) for inner, block in zip(places, content, strict=True)}
+
+
+def _result_part(place: str, block: Any) -> dict[str, Any]:
+    kind = block.get("type") if isinstance(block, dict) else None
+    if kind == "image":
+        return only_image(block)
+    if isinstance(kind, str) and kind != "text":
+        return {"type": "text", "text": unseen(place, kind)}
+    _kind(place, block, ("text",), " in a tool's result")
+    return {"type": "text", "text": parse_at(_Text, place, block).text}
 
 
 def content_block(block: Block, text: str | None = None) -> dict[str, Any]:

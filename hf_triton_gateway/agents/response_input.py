@@ -12,7 +12,7 @@ from hf_triton.protocol.chat_request import ASSISTANT
 from hf_triton.protocol.custom_tools import INPUT
 from hf_triton_gateway.agents.agents import ANY
 from hf_triton_gateway.agents.response_tools import ResponseTools, Tools, flat_name
-from hf_triton_gateway.chat.conversation import Conversation, parse_at, parse_past, unseen
+from hf_triton_gateway.chat.conversation import Conversation, only_image, parse_at, parse_past, read_image, unseen
 from hf_triton_gateway.chat.fields import Fields, Ignored
 from hf_triton_gateway.http.api_errors import ApiError
 from hf_triton_gateway.http.hints import pass_over
@@ -28,7 +28,9 @@ HOSTED: Final = ("tool_search_output", "mcp_list_tools", "mcp_approval_request",
 CALLS: Final = ("function_call", "custom_tool_call")
 READ: Final = (*("type", "role", "content", "call_id", "name", "namespace", "arguments", "input", "output", "tools"),)
 """The fields of items that say something to the model."""
-PART: Final = ("type", "text", "refusal")
+IMAGE: Final = "input_image"
+IMAGE_FORM: Final = '{"type": "input_image", "image_url": "data:image/png;base64,..."}'
+PART: Final = ("type", "text", "refusal", "image_url")
 """The fields of their parts that do."""
 
 
@@ -73,7 +75,7 @@ class _AdditionalTools(Fields):
 
 def items_of(value: str | list[Any]) -> tuple[Any, ...]:
     """The items of an input; a text, or a list of parts, is a user's message."""
-    is_parts = isinstance(value, list) and value and all(_kind(item) in ("input_text", "input_image") for item in value)
+    is_parts = isinstance(value, list) and value and all(_kind(item) in ("input_text", IMAGE) for item in value)
     return ({"role": "user", "content": value},) if isinstance(value, str) or is_parts else tuple(value)
 
 
@@ -135,8 +137,7 @@ def _read_item(conversation: Conversation, tools: ResponseTools, place: str, ite
             conversation.add_text(ASSISTANT, text, place)
     elif kind == "message":
         message = parse_at(_Message, place, item)
-        for text in _texts(f"{place}.content", message.content):
-            conversation.add_text(ROLES[message.role], text, place)
+        _read_content(conversation, ROLES[message.role], place, message.content)
     elif kind == "function_call":
         call = parse_past(_Call, place, item)
         conversation.add_call(call.call_id, flat_name(call.name, call.namespace), call.arguments, place)
@@ -146,7 +147,7 @@ def _read_item(conversation: Conversation, tools: ResponseTools, place: str, ite
         conversation.add_call(custom.call_id, flat_name(custom.name, custom.namespace), arguments, place)
     elif kind in ("function_call_output", "custom_tool_call_output"):
         answer = parse_at(_CallOutput, place, item)
-        conversation.add_result(answer.call_id, "\n".join(_output_texts(f"{place}.output", answer.output)), place)
+        conversation.add_result(answer.call_id, _output(f"{place}.output", answer.output), place)
     elif kind == "reasoning":
         for part in parse_past(_Reasoning, place, item).content or ():
             if isinstance(part, dict) and isinstance(part.get("text"), str):
@@ -171,34 +172,44 @@ def _past_texts(content: str | list[Any]) -> list[str]:
     return [text for text in texts if isinstance(text, str)]
 
 
-def _texts(place: str, content: str | list[Any]) -> list[str]:
-    """The texts of a content: a string, or a list of parts."""
+def _read_content(conversation: Conversation, role: str, place: str, content: str | list[Any]) -> None:
+    """Add a content: a string, or a list of parts."""
     if isinstance(content, str):
-        return [content]
+        conversation.add_text(role, content, place)
+        return
+    inner = f"{place}.content"
     if not content:
-        raise ApiError(400, f"{place} is an empty array: give a string", param=place, code="invalid_parameter")
-    return [_part_text(f"{place}[{index}]", part) for index, part in enumerate(content)]
-
-
-def _output_texts(place: str, output: str | list[Any]) -> list[str]:
-    """The texts of a tool's output. The client cannot help what a tool answers, so that what is no text is told."""
-    if isinstance(output, str):
-        return [output]
-    texts = []
-    for index, part in enumerate(output):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and kind not in (*TEXT_PARTS, "refusal"):
-            texts.append(unseen(f"{place}[{index}]", kind))
+        raise ApiError(400, f"{inner} is an empty array: give a string", param=inner, code="invalid_parameter")
+    for part_place, part in ((f"{inner}[{index}]", part) for index, part in enumerate(content)):
+        if isinstance(part, dict) and part.get("type") == IMAGE:
+            conversation.add_image(role, read_image(part_place, part, IMAGE_FORM), place, part_place)
         else:
-            texts.append(_part_text(f"{place}[{index}]", part))
-    return texts
+            conversation.add_text(role, _part_text(part_place, part), place)
+
+
+def _output(place: str, output: str | list[Any]) -> str | dict[str, dict[str, Any]]:
+    """A tool's output, or its parts by place."""
+    if isinstance(output, str):
+        return output
+    places = [f"{place}[{index}]" for index in range(len(output))]
+    return {inner: _output_part(inner, part) for inner, part in zip(places, output, strict=True)}
+
+
+def _output_part(place: str, part: Any) -> dict[str, Any]:
+    """The client cannot help what a tool answers, so that what is neither text nor image is told."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == IMAGE:
+        return only_image(part)
+    if isinstance(kind, str) and kind not in (*TEXT_PARTS, "refusal"):
+        return {"type": "text", "text": unseen(place, kind)}
+    return {"type": "text", "text": _part_text(place, part)}
 
 
 def _part_text(place: str, part: object) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
     if isinstance(kind, str) and kind not in (*TEXT_PARTS, "refusal"):
-        message = f"{place} is of type {clip(kind)}; this server takes parts of type 'input_text' and 'output_text'"
+        message = f"{place} is of type {clip(kind)}; this server takes parts of type 'input_text' and 'input_image'"
         raise ApiError(400, message, param=place, code="unsupported_parameter")
     if kind is None or not isinstance(text, str):
         message = f'{place} must be {{"type": "input_text", "text": "..."}}, got {clip(part)}'

@@ -32,7 +32,7 @@ from hf_triton_gateway.chat.answers import message_of, now_s
 from hf_triton_gateway.chat.conversation import Conversation, parse_at
 from hf_triton_gateway.chat.fields import HINT, MAX_TOP_LOGPROBS, ONE_TIER, Fields, Ignored, StopStrings
 from hf_triton_gateway.http.api_errors import ApiError
-from hf_triton_gateway.http.bodies import MAX_JSON_BYTES, JsonRoute, beside, json_response, write_json
+from hf_triton_gateway.http.bodies import MAX_JSON_BYTES, ChatRoute, beside, json_limit, json_response, write_json
 from hf_triton_gateway.http.client_names import ELSEWHERE
 from hf_triton_gateway.http.disconnect import run_while_connected
 from hf_triton_gateway.http.hints import pass_over
@@ -40,7 +40,7 @@ from hf_triton_gateway.http.sse import RESPONSES, EventStream
 from hf_triton_gateway.keys.security import key_of
 from hf_triton_gateway.triton.triton_messages import Generation, Outputs, size_of
 
-router = APIRouter(route_class=JsonRoute)
+router = APIRouter(route_class=ChatRoute)
 NAMES: Final[Mapping[str, str]] = {
     **dict.fromkeys(("max_new_tokens", "max_tokens"), "max_output_tokens"),
     "messages": "input",
@@ -284,9 +284,12 @@ def _check_length(past: Sequence[Any], own: Sequence[Any], num_bytes: int) -> No
         return
     found = f"{len(past)} items, and {len(own)} with the request: {MAX_INPUT_ITEMS} at most"
     if len(past) + len(own) <= MAX_INPUT_ITEMS:
-        if num_bytes <= MAX_JSON_BYTES or (num_bytes := len(write_json([past, own]))) <= MAX_JSON_BYTES:
+        if num_bytes <= MAX_JSON_BYTES:
             return
-        found = f"{num_bytes} bytes of JSON with the request: {MAX_JSON_BYTES} at most"
+        text = write_json([past, own])
+        if len(text) <= (limit := json_limit(text)):
+            return
+        found = f"{len(text)} bytes of JSON with the request: {limit} at most"
     message = f"previous_response_id ends a conversation of {found}; send what is left of it as input"
     raise ApiError(400, message, param="previous_response_id", code="invalid_parameter")
 

@@ -16,6 +16,7 @@ from fastapi.responses import Response
 from hf_triton.errors import clip
 from hf_triton.protocol.chat_request import ASSISTANT, TOOL, hidden_type, unknown_fields
 from hf_triton.protocol.custom_tools import hosted_type
+from hf_triton.protocol.image_files import is_image
 from hf_triton.protocol.thinking_switches import SWITCHES
 from hf_triton_gateway.app_state import Gateway, gateway_of, request_id_of
 from hf_triton_gateway.chat.answers import (
@@ -34,14 +35,14 @@ from hf_triton_gateway.chat.fields import MAX_TOP_LOGPROBS, GenerationFields, Me
 from hf_triton_gateway.chat.openai_logprobs import chat_logprobs, chat_positions
 from hf_triton_gateway.chat.thinking_fields import read_thinking
 from hf_triton_gateway.http.api_errors import ApiError
-from hf_triton_gateway.http.bodies import JsonRoute, beside, beside_loop, json_response
+from hf_triton_gateway.http.bodies import ChatRoute, beside, beside_loop, json_response
 from hf_triton_gateway.http.client_names import ELSEWHERE
 from hf_triton_gateway.http.disconnect import run_while_connected
 from hf_triton_gateway.http.hints import pass_over
 from hf_triton_gateway.http.sse import DONE, RESPONSES, EventStream, chunk, chunk_start, event
 from hf_triton_gateway.triton.triton_messages import THINKING_BUDGET, Generation, Outputs, StreamSize, size_of
 
-router = APIRouter(route_class=JsonRoute)
+router = APIRouter(route_class=ChatRoute)
 TEXT_OPTIONS: Final = ("tools", "tool_choice", "chat_template_kwargs", "reasoning_effort")
 PREFIXES: Final = ("prefix", "partial")
 """What Mistral, DeepSeek and Moonshot call a last message that the model continues, in that message."""
@@ -53,7 +54,7 @@ class ChatRequest(GenerationFields):
     """The body of `/v1/chat/completions`."""
 
     messages: Messages
-    """The conversation; content is text, or parts of type `text`."""
+    """The conversation; content is text, or parts: text and images."""
 
     tools: Tools | None = None
     """Functions and custom tools that the model may call."""
@@ -134,6 +135,12 @@ class ChatRequest(GenerationFields):
             messages=self.messages,
             returns=(*RETURNS, *self.token_outputs),
             names=self.client_names(**self._other_names(), logprobs="top_logprobs", text_input=ELSEWHERE),
+            hidden=[
+                f"messages.content.{part['type']}"
+                for message in self.messages
+                for part in _tool_parts(message)
+                if is_image(part)
+            ],
         )
 
     def _other_names(self) -> dict[str, str]:
@@ -160,9 +167,9 @@ class ChatRequest(GenerationFields):
             for name in unknown_fields(message):
                 if not (message is last and name in PREFIXES and options.get("continue_final_message")):
                     pass_over(f"messages.{name}")
-            parts = message.get("content") if message.get("role") == TOOL else None
-            for part_type in filter(None, map(hidden_type, parts if isinstance(parts, list) else ())):
-                pass_over(f"messages.content.{part_type}")
+            for part in _tool_parts(message):
+                if (part_type := hidden_type(part)) and not is_image(part):
+                    pass_over(f"messages.content.{part_type}")
         values = {name: value for name in TEXT_OPTIONS if (value := getattr(self, name)) is not None}
         if isinstance(self.think, str):
             values.setdefault("reasoning_effort", self.think)
@@ -181,6 +188,12 @@ class ChatRequest(GenerationFields):
             name: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
             for name, value in values.items()
         }
+
+
+def _tool_parts(message: Mapping[str, Any]) -> Sequence[Any]:
+    """The parts that a tool has answered."""
+    parts = message.get("content") if message.get("role") == TOOL else None
+    return parts if isinstance(parts, list) else ()
 
 
 def prefix_of(messages: Sequence[Mapping[str, Any]]) -> str | None:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from hf_triton.errors import clip
 from hf_triton.protocol import chat_request
+from hf_triton.protocol.image_files import image_source, is_address
 from hf_triton.sentence import begins_with_field, renamed
 from hf_triton_gateway.chat.fields import Fields
 from hf_triton_gateway.http.api_errors import ApiError
@@ -52,6 +53,20 @@ def unseen(place: str, kind: str) -> str:
     return chat_request.unseen(kind)
 
 
+def only_image(part: Mapping[str, Any]) -> dict[str, Any]:
+    """A part that is an image, as a chat has it: its type, and what holds the image."""
+    return {"type": part["type"], "image_url": image_source(part) or {}}
+
+
+def read_image(place: str, part: Mapping[str, Any], form: str) -> dict[str, Any]:
+    """The same; one that holds no image is refused, and told the `form` of one."""
+    source = image_source(part)
+    if isinstance(source, str) and source and not is_address(source):
+        return only_image(part)
+    why = "is an address, and nothing is fetched: send base64 of the file, as" if is_address(source) else "must be like"
+    raise ApiError(400, f"{place} {why} {form}", param=place, code="invalid_parameter")
+
+
 class Conversation:
     """The messages of a chat; neighbours of one role become one message."""
 
@@ -60,11 +75,20 @@ class Conversation:
         self._places: list[str] = []
         self.tool_places: list[str] = []
         """The places of the chat's tools, for error messages; empty: they are the client's, one by one."""
+        self.part_places: dict[str, str] = {}
+        """The places of images in the client's request, by those in the chat."""
+        self.hidden: list[str] = []
+        """Images that tools answered, as the client calls them: a model that reads text alone does not see them."""
 
     def add_text(self, role: str, text: str, place: str) -> None:
         """Add a part to the content of a message."""
-        part = {"type": "text", "text": text}
-        self._message(role, place, "tool_calls").setdefault("content", []).append(part)
+        self._message(role, place, "tool_calls").setdefault("content", []).append({"type": "text", "text": text})
+
+    def add_image(self, role: str, part: dict[str, Any], place: str, part_place: str) -> None:
+        """Add an image to the content of a message; `part_place` is its own place."""
+        content = self._message(role, place, "tool_calls").setdefault("content", [])
+        self.part_places[f"messages[{len(self._messages) - 1}].content[{len(content)}]"] = part_place
+        content.append(part)
 
     def add_reasoning(self, text: str, place: str) -> None:
         """Add the reasoning before an assistant's content."""
@@ -76,8 +100,15 @@ class Conversation:
         call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
         self._message("assistant", place).setdefault("tool_calls", []).append(call)
 
-    def add_result(self, call_id: str, text: str, place: str) -> None:
-        self._messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
+    def add_result(self, call_id: str, content: str | Mapping[str, dict[str, Any]], place: str) -> None:
+        """Add what a tool answered: a text, or parts, texts and images, by their places."""
+        parts = {} if isinstance(content, str) else content
+        for index, (part_place, part) in enumerate(parts.items()):
+            if "image_url" in part:
+                self.part_places[f"messages[{len(self._messages)}].content[{index}]"] = part_place
+                self.hidden.append(f"{part_place}.{part['type']}")
+        shown = [*parts.values()] if parts else content or ""
+        self._messages.append({"role": "tool", "tool_call_id": call_id, "content": shown})
         self._places.append(place)
 
     @property
@@ -109,5 +140,6 @@ def _joined(message: dict[str, Any]) -> dict[str, Any]:
     """A message with its reasoning in one piece, and its content as a string if that has one part."""
     content, pieces = message.get("content"), message.get("reasoning_content")
     reasoning = {} if pieces is None else {"reasoning_content": "".join(pieces)}
-    text = {"content": content[0]["text"]} if isinstance(content, list) and len(content) == 1 else {}
+    is_text = isinstance(content, list) and len(content) == 1 and "text" in content[0]
+    text = {"content": message["content"][0]["text"]} if is_text else {}
     return {**message, **reasoning, **text}

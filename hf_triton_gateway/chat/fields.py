@@ -30,6 +30,7 @@ from hf_triton.errors import clip
 from hf_triton.protocol.chat_request import MAX_MESSAGES, MAX_TOOLS
 from hf_triton.protocol.dialects import ALIASES as DIALECTS
 from hf_triton.protocol.dialects import BEAM_SEARCH
+from hf_triton.protocol.image_files import LOOSE
 from hf_triton.protocol.parameters import MAX_STOP_STRINGS, WARPERS, GenerationParameters
 from hf_triton.protocol.structured_output import VLLM_GUIDES
 from hf_triton.protocol.validation import is_slip, problems
@@ -137,7 +138,7 @@ MEANINGS: Final[Mapping[str, str]] = {
     **SAMPLING,
     **PASSED_ON,
     "instructions": "system",
-    "input": "messages",
+    **dict.fromkeys(("input", "multi_modal_data", *LOOSE), "messages"),
     "output_config": "response_format",
     "reasoning": "reasoning_effort",
 }
@@ -161,7 +162,7 @@ UNSERVED: Final = frozenset(
         *("prefill", "prefix", "assistant_prefix", "response_prefix", "negative_prompt", "system_prompt", "template"),
         *("enable_thinking", "thinking_config", "reasoning_budget", "response_schema", "structured_output", "schema"),
         *("json_mode", "json_object", "json", "choice", "grammar_string", "text_format", "structural_tag"),
-        *("guided_structural_tag", "prompt_embeds", "input_ids", "input_embeds", "images", "image_data", "context"),
+        *("guided_structural_tag", "prompt_embeds", "input_ids", "input_embeds", "context", "multi_modal_data", *LOOSE),
         *("lora_path", "lora_request", "adapter", "adapters", "adapter_id", "background", "conversation"),
     )
 )

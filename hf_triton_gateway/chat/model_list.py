@@ -71,6 +71,8 @@ def _describe(model: Model) -> list[dict[str, Any]]:
             described["max_model_len"] = model.folder.info.context_length
         if model.folder.info.defaults is not None:  # in OpenAI's
             described["defaults"] = model.folder.info.defaults
+        if model.folder.info.images:
+            described["images"] = model.folder.info.images
         if model.folder.info.mask_token:
             described["mask_token"] = model.folder.info.mask_token
     if model.is_loaded is not None:

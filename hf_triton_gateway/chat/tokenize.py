@@ -22,13 +22,13 @@ from hf_triton_gateway.chat.chat_completions import prefix_of
 from hf_triton_gateway.chat.fields import Fields, Messages, TokenIds, Tools
 from hf_triton_gateway.encoders.encoders import NUM_TOKENS
 from hf_triton_gateway.http.api_errors import ApiError
-from hf_triton_gateway.http.bodies import ANY_TASK, JsonRoute, beside_loop, json_response
+from hf_triton_gateway.http.bodies import ANY_TASK, ChatRoute, beside_loop, json_response
 from hf_triton_gateway.http.client_names import ClientNames
 from hf_triton_gateway.http.disconnect import run_while_connected
 from hf_triton_gateway.http.hints import pass_over
 from hf_triton_gateway.triton.triton_messages import TEXT_GENERATION, Folder, Generation, Outputs, TextRequest, size_of
 
-router = APIRouter(route_class=JsonRoute)
+router = APIRouter(route_class=ChatRoute)
 OPTIONS: Final = ("add_special_tokens", "add_generation_prompt", "continue_final_message")
 
 

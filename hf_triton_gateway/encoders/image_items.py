@@ -15,7 +15,7 @@ from hf_triton_gateway.chat.conversation import parse_at
 from hf_triton_gateway.chat.fields import HINT, MAX_TEXTS, Fields, Ignored
 from hf_triton_gateway.encoders.encoders import NUM_TOKENS, EncoderFields, encode, rows_of, texts_or_tokens
 from hf_triton_gateway.http.api_errors import ApiError
-from hf_triton_gateway.http.bodies import JsonRoute
+from hf_triton_gateway.http.bodies import MAX_IMAGE_BYTES, JsonRoute
 from hf_triton_gateway.triton.triton_messages import Outputs, size_of
 
 Parts = Annotated[list[str | dict[str, Any]], annotated_types.MaxLen(MAX_TEXTS)]
@@ -29,7 +29,7 @@ DATA_URI: Final = re.compile(r"data:image/[\w.+-]+;base64,", re.IGNORECASE)
 class ImageRoute(JsonRoute):
     """A route whose body may hold images."""
 
-    max_body_bytes: ClassVar[int] = 64 << 20
+    max_body_bytes: ClassVar[int] = MAX_IMAGE_BYTES
 
 
 class _Url(Fields):

@@ -212,8 +212,10 @@ def model_not_found(name: str, known: Collection[str] = ()) -> ApiError:
     return ApiError(404, f"the model {clip(name)} does not exist{hint}", param="model", code="model_not_found")
 
 
-def too_large(max_bytes: int) -> ApiError:
-    message = f"the body has more bytes than the {max_bytes} that are accepted"
+def too_large(max_bytes: int, option: str = "") -> ApiError:
+    """The refusal of a body; `option` is the command's that sets the limit."""
+    setting = f" ({option})" if option else ""
+    message = f"the body has more bytes than the {max_bytes} that are accepted{setting}: send less"
     return ApiError(413, message, code="request_too_large")
 
 

@@ -29,7 +29,9 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 MAX_JSON_BYTES: Final = 4 << 20
-"""A chat's body, or one of texts, has no more."""
+"""A chat's body, or one of texts, has no more, unless it holds images."""
+MAX_IMAGE_BYTES: Final = 64 << 20
+"""A body with images has no more."""
 MAX_VALUES: Final = 1 << 19
 """Values in a body, such as token ids: parsing them takes 50 ms."""
 MAX_CONTAINERS: Final = 1 << 16
@@ -51,30 +53,53 @@ class JsonRoute(APIRoute):
 
     max_body_bytes: ClassVar[int] = MAX_JSON_BYTES
 
+    @classmethod
+    def check(cls, body: bytes) -> None:
+        """Refuse a body for what it holds."""
+
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """The handler, with a request that reads its body as this module does."""
         handle = super().get_route_handler()
         model: Any = None if self.body_field is None else self.body_field.field_info.annotation
 
         async def handle_json(request: Request) -> Response:
-            return await handle(JsonRequest(request.scope, request.receive, self.max_body_bytes, model))
+            return await handle(JsonRequest(request.scope, request.receive, type(self), model))
 
         return handle_json
 
 
-class JsonRequest(Request):
-    """A request with a body of JSON: at most `max_body_bytes`, and the fields of `model`."""
+class ChatRoute(JsonRoute):
+    """A route of chats, whose body may be larger if it holds images."""
 
-    def __init__(self, scope: Scope, receive: Receive, max_body_bytes: int, model: type[BaseModel] | None) -> None:
+    max_body_bytes: ClassVar[int] = MAX_IMAGE_BYTES
+
+    @classmethod
+    def check(cls, body: bytes) -> None:
+        """Refuse a body that is large without a word of images."""
+        if len(body) > json_limit(body):
+            raise too_large(MAX_JSON_BYTES)
+
+
+def json_limit(body: bytes) -> int:
+    """The bytes that a chat's JSON may have."""
+    return MAX_IMAGE_BYTES if b"image" in body else MAX_JSON_BYTES
+
+
+class JsonRequest(Request):
+    """A request with a body of JSON, as large as its route takes, and the fields of `model`."""
+
+    def __init__(self, scope: Scope, receive: Receive, route: type[JsonRoute], model: type[BaseModel] | None) -> None:
         super().__init__(scope, receive)
-        self._max_body_bytes = max_body_bytes
+        self._route = route
         self._model = model
 
     async def body(self) -> bytes:
         if not hasattr(self, "_body"):
-            if int(self.headers.get("content-length", "0")) > self._max_body_bytes:
-                raise too_large(self._max_body_bytes)
-            self._body = await read_body(self, self._max_body_bytes)
+            if int(self.headers.get("content-length", "0")) > self._route.max_body_bytes:
+                raise too_large(self._route.max_body_bytes)
+            body = await read_body(self, self._route.max_body_bytes)
+            self._route.check(body)
+            self._body = body
         return self._body
 
     async def json(self) -> Any:

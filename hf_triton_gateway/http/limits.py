@@ -39,7 +39,7 @@ class Limits:
             return
         length = dict(scope["headers"]).get(b"content-length", b"0")
         if not length.isdigit() or int(length[:20]) > self._max_body_bytes:
-            await too_large(self._max_body_bytes).response(scope["path"])(scope, receive, send)
+            await too_large(self._max_body_bytes, "--max-body-bytes").response(scope["path"])(scope, receive, send)
             return
         num_bytes = 0
 
@@ -51,7 +51,7 @@ class Limits:
             num_bytes += size
             self._num_bytes += size
             if num_bytes > self._max_body_bytes:
-                raise too_large(self._max_body_bytes)
+                raise too_large(self._max_body_bytes, "--max-body-bytes")
             if num_bytes > FREE_BYTES and self._num_bytes > MAX_BYTES_IN_FLIGHT:
                 sentence = f"the requests in flight hold {MAX_BYTES_IN_FLIGHT >> 20} MB, as much as is accepted"
                 raise ApiError(429, f"{sentence}: send it again later", code="too_many_requests")

@@ -13,7 +13,7 @@ from starlette.types import Scope
 FOLDER: Final = Path(__file__).with_name("page")
 HEADERS: Final = {
     "Cache-Control": "no-cache",  # asked for again each time, answered 304: an updated gateway shows its own page
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",

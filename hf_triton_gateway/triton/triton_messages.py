@@ -15,6 +15,7 @@ from tritonclient.grpc import service_pb2
 from hf_triton.errors import ERROR_FORM, ERROR_FORM_VERSION
 from hf_triton.protocol.model_info import ModelInfo
 from hf_triton.protocol.names import (
+    IMAGE,
     MESSAGES,
     MODEL_SETTINGS,
     PROMPT,
@@ -210,6 +211,8 @@ class Generation:
     options: Mapping[str, bool | int | str]
     """Request options and chat options."""
     prompts: Sequence[str] = ()
+    images: Sequence[bytes] = ()
+    """Image files beside one prompt."""
     messages: Sequence[object] | None = None
     """OpenAI's list of messages, instead of prompts."""
     prompt_token_ids: Sequence[int] | None = None
@@ -220,6 +223,8 @@ class Generation:
     """What the client calls our parameters and rows, for error messages."""
     num_bytes: int = 0
     """The bytes of its messages and options, estimated."""
+    hidden: Sequence[str] = ()
+    """The client's names of images that tools answered."""
 
     @property
     def task(self) -> str:
@@ -228,14 +233,15 @@ class Generation:
 
     @property
     def size(self) -> int:
-        return max(self.num_bytes, sum(map(len, self.prompts)), 8 * len(self.prompt_token_ids or ()))
+        given = sum(map(len, self.prompts)) + sum(map(len, self.images))
+        return max(self.num_bytes, given, 8 * len(self.prompt_token_ids or ()))
 
     def unread_variables(self, info: ModelInfo) -> list[str]:
-        """The client's names of variables and a budget that change nothing for a model."""
+        """The client's names of variables, a budget and images that change nothing for a model."""
         has_budget = THINKING_BUDGET in self.sampling and not info.reasons
-        budget = [self.names.of(THINKING_BUDGET)] if has_budget else []
+        others = [*([] if info.takes_images else self.hidden), *([self.names.of(THINKING_BUDGET)] * has_budget)]
         if info.template_variables is None:
-            return budget
+            return others
         given = {REASONING_EFFORT: self.names.of(REASONING_EFFORT)}
         given = {name: place for name, place in given.items() if name in self.options}
         named = json.loads(str(self.options.get(TEMPLATE_KWARGS, "{}")))
@@ -244,7 +250,7 @@ class Generation:
         values = {**{name: self.options.get(name) for name in given}, **named}
         closes_block = info.reasons and switched(values) is False
         names = unread(values, [*info.template_variables, *(SWITCHES if closes_block else ())])
-        return [*budget, *(given[name] for name in names)]
+        return [*others, *(given[name] for name in names)]
 
     @property
     def model_name(self) -> str:
@@ -316,6 +322,10 @@ def _add_generation(message: Any, folder: Folder, generation: Generation, *, is_
     else:
         name = declared_input(PROMPT, folder.inputs, folder.required) or PROMPT
         _add_strings(message, folder, name, generation.prompts)
+        if generation.images:
+            if IMAGE not in folder.inputs:
+                raise ApiError(400, f"the model '{folder.name}' takes no images", code="unsupported_parameter")
+            _add_strings(message, folder, IMAGE, generation.images, of_one=True)
         if name != PROMPT:  # is answered in the form of the server that calls it so, unless outputs are named
             for output in sorted({*TEXT_OUTPUTS, *generation.returns} & folder.outputs):
                 message.outputs.add(name=output)
@@ -332,7 +342,10 @@ def _check_required(folder: Folder, what: str) -> None:
         raise ApiError(400, message, param="model", code="unsupported_parameter")
 
 
-def _add_strings(request: Any, folder: Folder, name: str, texts: Sequence[str | bytes]) -> None:
+def _add_strings(
+    request: Any, folder: Folder, name: str, texts: Sequence[str | bytes], *, of_one: bool = False
+) -> None:
+    """Add an input with an element for each row of the request, or with all of them for its only row."""
     size = folder.fixed_sizes.get(name, len(texts))
     if size != len(texts):
         message = (
@@ -340,7 +353,7 @@ def _add_strings(request: Any, folder: Folder, name: str, texts: Sequence[str | 
             "dims [ -1 ] in config.pbtxt"
         )
         raise ApiError(400, message, code="unsupported_parameter")
-    shape = [len(texts), 1] if folder.max_batch_size else [len(texts)]
+    shape = [len(texts)] if not folder.max_batch_size else [1, len(texts)] if of_one else [len(texts), 1]
     request.inputs.add(name=name, datatype="BYTES", shape=shape)
     encoded = [text if isinstance(text, bytes) else text.encode() for text in texts]
     request.raw_input_contents.append(b"".join(struct.pack("<I", len(text)) + text for text in encoded))

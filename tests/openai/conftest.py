@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import anthropic
 import openai
 import pytest
+from transformers import AutoTokenizer
 
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from hf_triton_gateway.gateway_config import GatewayConfig
@@ -28,13 +29,17 @@ if TYPE_CHECKING:
 
 NUM_TOKENS = 8
 """`max_output_length` of the tiny models, which never end by themselves."""
+FIM = ("prefix", "suffix", "middle")
 TINY: dict[str, str] = {"tiny": "", "slow": "", "decoupled": DECOUPLED, "batching": "max_batch_size: 4"}
 """Tiny models and their config. `slow` generates one sequence at a time, 10 tokens/s; `tiny` has no stream door."""
 
 
 @pytest.fixture(scope="package")
 def triton(tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path]) -> Iterator[TritonServer]:
-    """A server with the demo model and its stream door, the folders of TINY, and `bare` without a template."""
+    """A server with the demo model and its stream door, the folders of TINY, and `bare`, which has no template.
+
+    `bare` has the tokens of Qwen's coders for what is filled in.
+    """
     root = tmp_path_factory.mktemp("openai")
     checkpoint, repository = build_chat_checkpoint(root / "chat"), root / "repository"
     add_demo(repository)
@@ -44,7 +49,10 @@ def triton(tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., 
         make_folder(repository, name, **shared, **settings)
     (repository / "slow" / "1" / "model.py").write_text(SLOW_MODEL)
     shutil.copytree(ROOT / "stream_door", repository / "slow_stream")
-    bare = build_tiny_checkpoint(root / "bare", "llama", eos_token_id=None)
+    bare = build_tiny_checkpoint(root / "bare", "llama", eos_token_id=None, vocab_size=387)
+    tokenizer = AutoTokenizer.from_pretrained(bare)
+    tokenizer.add_special_tokens({"additional_special_tokens": [f"<|fim_{part}|>" for part in FIM]})
+    tokenizer.save_pretrained(bare)
     make_folder(repository, "bare", huggingface_model=bare, max_output_length=NUM_TOKENS, config=DECOUPLED)
     with TritonServer(repository, ready_timeout_s=280) as server:
         for name in ("demo", "demo_stream", "slow_stream", "bare", *TINY):

@@ -42,7 +42,7 @@ RESPONSES: dict[str, tuple[dict[str, object], str | None, str]] = {
     "image": (
         item(role="user", content=[{"type": "input_image", "image_url": "data:,"}]),
         "input[1].content[0]",
-        "'input_image'",
+        "input[1].content[0] is an image, and this model reads text alone",
     ),
     "file": (item(role="user", content=[{"type": "input_file", "file_id": "1"}]), "input[1].content[0]", "input_file"),
     "part without text": (item(role="user", content=[{"type": "input_text"}]), "input[1].content[0]", "must be"),
@@ -134,7 +134,7 @@ MESSAGES: dict[str, tuple[dict[str, object], str]] = {
     "block is text": (says({"role": "user", "content": ["a"]}), "messages[1].content[0] must be like"),
     "block without a type": (block(text="a"), "messages[2].content[0] must be like"),
     "text without text": (block(type="text"), "messages[2].content[0].text is required"),
-    "image": (block(type="image", source={"type": "url", "url": "a"}), "messages[2].content[0] is of type 'image'"),
+    "image": (block(type="image", source={"type": "url", "url": "a"}), "messages[2].content[0] is an image"),
     "hosted tool's result": (block(type="web_search_tool_result", tool_use_id="1", content=[]), "'web_search_tool_"),
     "tool use of the user": (block(type="tool_use", id="1", name="f", input={}), "of role 'user'"),
     "tool use without a name": (

@@ -45,8 +45,8 @@ FIELDS: dict[str, tuple[tuple[str, object], str | None, str]] = {
     "role that nobody knows": (message(role="usr", content="a"), "messages[0].role", "function or one"),
     "image": (
         message(role="user", content=[{"type": "image_url", "image_url": {"url": "data:,"}}]),
-        "messages[0]",
-        "'image_url'",
+        "messages[0].content[0]",
+        "is an image, and this model reads text alone",
     ),
     "temperature is hot": (chat(temperature=101), "temperature", "temperature must be a number >= 0 and <= 100"),
     "max_tokens is 0": (chat(max_tokens=0), "max_tokens", "max_tokens must be an integer >= 1"),

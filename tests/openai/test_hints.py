@@ -96,16 +96,13 @@ def test_a_hint_changes_no_answer_and_is_named(gateway: GatewayThread, case: str
 
 def test_an_image_that_a_tool_answered_is_named() -> None:
     parts = [{"type": "text", "text": "See:"}, {"type": "image_url", "image_url": {"url": "data:,"}}]
-    names = hints.begin()
-    for role, content in (("tool", parts), ("user", parts), ("tool", "See:")):
-        ChatRequest.model_validate({"model": "tiny", "messages": [{"role": role, "content": content}]}).generation("1")
-    assert list(names) == ["messages.content.image_url"]
-    names = hints.begin()
+    for role, content, hidden in (("tool", parts, 1), ("user", parts, 0), ("tool", "See:", 0)):
+        asked = {"model": "tiny", "messages": [{"role": role, "content": content}]}
+        assert ChatRequest.model_validate(asked).generation("1").hidden == ["messages.content.image_url"] * hidden
     used = {"type": "tool_use", "id": "1", "name": "look", "input": {}}
     result = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "image", "source": {}}]}
     turns = [*HELLO, {"role": "assistant", "content": [used]}, {"role": "user", "content": [result]}]
-    read_messages(turns, None)
-    assert list(names) == ["messages.content.content.image"]
+    assert read_messages(turns, None).hidden == ["messages[2].content[0].content[0].image"]
 
 
 @pytest.mark.parametrize("case", NOTHING)

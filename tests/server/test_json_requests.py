@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """JSON as people write it, in folders that declare nothing and through a stream door: arrays, token ids, tokenizing."""
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
+from tritonclient.utils import InferenceServerException
 
 from hf_triton.testing import TritonServer
 from tests.support.chat import CHAT
@@ -195,3 +197,30 @@ def test_declared_arrays_are_tensors(server: TritonServer, model: str, shape: li
     with grpcclient.InferenceServerClient(server.grpc_url) as client:
         found = client.infer(model, inputs, parameters={"max_tokens": NUM_TOKENS}).as_numpy("text_output")
     assert found.ravel().tolist() == [before(whole, whole[5:7]).encode()]
+
+
+# --- images ----------------------------------------------------------------------------------------------------------
+
+BLIND = "is an image, and this model reads text alone: leave it out"
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_images_reach_every_folder_and_a_model_that_reads_text_alone_says_so(server: TritonServer, model: str) -> None:
+    file = base64.b64encode(b"\x89PNG\r\n\x1a\n" + bytes(3_000_000)).decode()
+    reply = ask(server, model, text_input=PROMPT, image=[file, file], stream=False)
+    assert (reply.status, BLIND.replace("an image", "given") in reply.body) == (400, True), reply.body[:500]
+    parts = [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{file}"}}, {"type": "image"}]
+    messages = json.dumps([{"role": "user", "content": parts}])
+    reply = ask(server, model, messages=messages, stream=False)
+    assert (reply.status, f"messages[0].content[0] {BLIND}" in reply.body) == (400, True), reply.body[:500]
+
+
+def test_raw_files_over_grpc(server: TritonServer) -> None:
+    text, image = grpcclient.InferInput("text_input", [1], "BYTES"), grpcclient.InferInput("image", [2], "BYTES")
+    text.set_data_from_numpy(np.array([PROMPT.encode()], np.object_))
+    image.set_data_from_numpy(np.array([b"\x89PNG\r\n\x1a\n\0\xff", b"\xff\xd8\xff\0"], np.object_))
+    with (
+        grpcclient.InferenceServerClient(server.grpc_url) as client,
+        pytest.raises(InferenceServerException, match="invalid_input: image is given, and this model reads text alone"),
+    ):
+        client.infer(PLAIN, [text, image])

@@ -195,7 +195,9 @@ def test_a_client_that_leaves_within_its_body_is_no_failure(kind: Any) -> None:
         return next(messages)
 
     scope = {"type": "http", "headers": []}
-    reading = read_body(Request(scope, receive)) if kind is Request else JsonRequest(scope, receive, 9, None).body()
+    reading = (
+        read_body(Request(scope, receive)) if kind is Request else JsonRequest(scope, receive, JsonRoute, None).body()
+    )
     with pytest.raises(ApiError) as raised:
         asyncio.run(reading)
     assert (raised.value.status_code, raised.value.code) == (499, "cancelled")

@@ -243,7 +243,7 @@ REFUSED_MESSAGES: dict[str, tuple[object, str]] = {
     "no parts": ({"role": "user", "content": []}, "messages[1]: content is an empty array: give a string"),
     "an image": (
         {"role": "user", "content": [{"type": "text", "text": "See:"}, IMAGE]},
-        "messages[1]: content[1] is of type 'image_url'; this model takes parts of type 'text' only",
+        "messages[1].content[1] is an image, and this model reads text alone: leave it out",
     ),
     "a part that is no object": (
         {"role": "user", "content": ["x"]},

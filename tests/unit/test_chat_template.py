@@ -5,6 +5,7 @@ import inspect
 import json
 import logging
 import random
+import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -93,9 +94,6 @@ REASONING = """{%- set ns = namespace(last=0) %}
   {{- '<|im_start|>assistant\\n' }}
   {%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}
 {%- endif %}"""
-PARTS_ALONE = """{% for message in messages %}{{ message.role }}:
-{%- for part in message.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %};
-{%- endfor %}"""
 TEMPLATES = {"chatml": CHATML, "brackets": BRACKETS, "tools": TOOLS, "reasoning": REASONING}
 WORDS = [
     *("The river", " goes ", "\n\n", "ß ☕ 🦜", "{{ 7 * 7 }}", "{% endfor %}", "{# no #}", "</think>", "%s {0}"),
@@ -260,7 +258,7 @@ def test_thinking_is_switched_by_the_variable_that_the_template_reads(
 def test_a_text_reaches_a_template_that_reads_parts_alone() -> None:
     system = {"role": "system", "content": [{"type": "text", "text": "Be"}, {"type": "text", "text": "kind"}]}
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
-    assert render(PARTS_ALONE, system, HI, call) == 'system:Be\nkind;user:hi;assistant:{"name": "f", "arguments": {}};'
+    assert render(PARTS_ALONE, system, HI, call) == '<system>Be\nkind<user>hi<assistant>{"name": "f", "arguments": {}}'
 
 
 @pytest.mark.parametrize(
@@ -593,3 +591,86 @@ def test_a_template_file_that_cannot_be_used_is_refused_at_load(tmp_path: Path) 
         with pytest.raises(SettingsError) as caught:
             load_chat_template(setting, tmp_path)
         assert f"chat_template names {tmp_path / setting}, {words}" in str(caught.value)
+
+
+# --- images ----------------------------------------------------------------------------------------------------------
+
+IMAGE = {"type": "image"}
+SEEN = (
+    {"role": "system", "content": "Be short."},
+    {"role": "user", "content": [IMAGE, {"type": "text", "text": "What is it?"}, IMAGE]},
+    {"role": "assistant", "content": "Two boats."},
+    {"role": "user", "content": [{"type": "text", "text": "And"}, IMAGE]},
+)
+PARTS = """{% for message in messages %}<{{ message.role }}>
+{%- if message.content is string %}{{ message.content }}{% else %}
+{%- for part in message.content %}{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}{% endif %}
+{%- endfor %}"""
+PARTS_ALONE = """{% for message in messages %}<{{ message.role }}>
+{%- for part in message.content %}{% if part.type == 'image' %}<image>{% endif %}{% endfor %}
+{%- for part in message.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}
+{%- endfor %}"""
+
+
+def seen(*messages: Any, count: int = 3, **fields: Any) -> Chat:
+    given = {"add_generation_prompt": False, "continue_final_message": False, **fields}
+    return Chat(messages or SEEN, None, {}, images=(b"",) * count, **given)
+
+
+def render_images(template: str, chat: Chat, **options: Any) -> str:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
+    tokenizer.chat_template = template
+    return ChatTemplate(tokenizer, None, MAX_BYTES, **options).render_images(chat, "<image>")
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        pytest.param(
+            PARTS,
+            "<system>Be short.<user><image>What is it?<image><assistant>Two boats.<user>And<image>",
+            id="strings and parts",
+        ),
+        pytest.param(
+            PARTS_ALONE,
+            "<system>Be short.<user><image><image>What is it?<assistant>Two boats.<user><image>And",
+            id="parts alone",
+        ),
+        pytest.param(
+            CHATML,
+            "<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\n<image>\nWhat is it?\n<image><|im_end|>\n"
+            "<|im_start|>assistant\nTwo boats.<|im_end|>\n<|im_start|>user\nAnd\n<image><|im_end|>",
+            id="strings alone",
+        ),
+    ],
+)
+def test_images_stand_where_the_template_puts_them(template: str, expected: str) -> None:
+    assert re.sub(" +", " ", render_images(template, seen())).strip() == expected
+
+
+def test_messages_with_images_are_joined_where_a_template_needs_it() -> None:
+    no_systems = PARTS + "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    assert render_images(no_systems, seen(*SEEN[:2], count=2)) == "<user>Be short.\n\n<image>What is it?<image>"
+
+
+def test_the_processors_template_is_for_chats_with_images() -> None:
+    assert "<system>" in render_images(CHATML, seen(), of_images=PARTS)
+
+
+@pytest.mark.parametrize(
+    ("template", "chat", "words"),
+    [
+        (
+            PARTS,
+            seen({"role": "user", "content": [IMAGE, {"type": "text", "text": "an <image>"}]}, count=1),
+            "must not",
+        ),
+        (PARTS, seen({"role": "user", "content": [IMAGE]}, HI | {"content": "<image>"}, count=1), "must not"),
+        ("{% for message in messages %}{{ message.role }}{% endfor %}", seen(), "would be lost"),
+        (PARTS + "<image>", seen(), "does not write the 3 images"),
+    ],
+)
+def test_images_that_would_be_lost_are_refused(template: str, chat: Chat, words: str) -> None:
+    with pytest.raises(RequestError) as raised:
+        render_images(template, chat)
+    assert words in raised.value.sentence

@@ -10,7 +10,16 @@ import pytest
 from hf_triton.errors import RequestError, SettingsError
 from hf_triton.protocol.declared_ports import OUTPUTS, PROMPT_LOGPROBS, STRING_ARRAYS, check_config, missing_ports
 from hf_triton.protocol.dialects import ALIASES, DIALECT_INPUTS
-from hf_triton.protocol.names import JSON_OUTPUT, LEGACY_TEXT, MESSAGES, PROMPT, PROMPT_ALIASES, PROMPT_TOKEN_IDS, TEXT
+from hf_triton.protocol.names import (
+    IMAGE,
+    JSON_OUTPUT,
+    LEGACY_TEXT,
+    MESSAGES,
+    PROMPT,
+    PROMPT_ALIASES,
+    PROMPT_TOKEN_IDS,
+    TEXT,
+)
 from hf_triton.protocol.parameters import GenerationParameters
 from hf_triton.protocol.prompts import SOURCES, Limits, decode_texts
 from hf_triton.protocol.request_options import BEFORE_INPUTS, PARAMETERS, RequestOptions
@@ -53,7 +62,7 @@ TOLD = [name for name in OUTPUTS if name not in (TEXT, LEGACY_TEXT, PROMPT_LOGPR
 
 def test_an_empty_config_gets_prompts_arrays_and_all_but_the_legacy_output() -> None:
     inputs, outputs = missing_ports(config(), parameters_as_inputs=False)
-    assert [each["name"] for each in inputs] == [PROMPT, *PROMPT_ALIASES, PROMPT_TOKEN_IDS, *STRING_ARRAYS]
+    assert [each["name"] for each in inputs] == [PROMPT, *PROMPT_ALIASES, PROMPT_TOKEN_IDS, IMAGE, *STRING_ARRAYS]
     assert {(each["data_type"], *each["dims"], each["optional"]) for each in inputs if "ids" not in each["name"]} == {
         ("TYPE_STRING", -1, True)
     }
@@ -109,7 +118,7 @@ def test_a_batched_prompt_is_one_string_per_row() -> None:
     inputs, _ = missing_ports(config(max_batch_size=8), parameters_as_inputs=False)
     assert {each["name"]: each["dims"] for each in inputs} == {
         **{name: [1] for name in (PROMPT, *PROMPT_ALIASES)},
-        **{name: [-1] for name in (MESSAGES, PROMPT_TOKEN_IDS, *STRING_ARRAYS)},
+        **{name: [-1] for name in (MESSAGES, PROMPT_TOKEN_IDS, IMAGE, *STRING_ARRAYS)},
     }
 
 
@@ -121,7 +130,7 @@ def test_a_folder_that_declares_inputs_gets_the_prompt_only() -> None:
 def test_declared_ports_are_not_added_again() -> None:
     declared = config(port(PROMPT), port("seed", "TYPE_INT32"), outputs=[port(TEXT)])
     inputs, outputs = missing_ports(declared, parameters_as_inputs=True)
-    expected = {MESSAGES, PROMPT_TOKEN_IDS, *PROMPT_ALIASES, *PARAMETERS, *ALIASES, *DIALECT_INPUTS} - {
+    expected = {MESSAGES, PROMPT_TOKEN_IDS, IMAGE, *PROMPT_ALIASES, *PARAMETERS, *ALIASES, *DIALECT_INPUTS} - {
         "seed",
         *BEFORE_INPUTS,
     }
@@ -158,7 +167,9 @@ LISTS = {*STRING_ARRAYS, "eos_token_id", "end_id", "stop_token_ids", "allowed_to
 def test_parameters_as_inputs_are_optional_and_typed() -> None:
     added = missing_ports(config(), parameters_as_inputs=True)[0]
     inputs = {each["name"]: each for each in added}
-    assert inputs.keys() == {*SOURCES, *PROMPT_ALIASES, *PARAMETERS, *ALIASES, *DIALECT_INPUTS} - {*BEFORE_INPUTS}
+    assert inputs.keys() == {*SOURCES, IMAGE, *PROMPT_ALIASES, *PARAMETERS, *ALIASES, *DIALECT_INPUTS} - {
+        *BEFORE_INPUTS
+    }
     assert len(inputs) == len(added)
     assert {name: inputs[name]["data_type"] for name in INPUT_TYPES} == INPUT_TYPES
     assert {name: inputs[name]["dims"] for name in INPUT_TYPES} == {

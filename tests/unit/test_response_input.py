@@ -29,7 +29,10 @@ SERVED: list[dict[str, Any]] = [
     {
         "type": "custom_tool_call_output",
         "call_id": "c2",
-        "output": [{"type": "input_image", "image_url": "data:" + "x" * 1000}, {"type": "input_text", "text": "seven"}],
+        "output": [
+            {"type": "input_image", "image_url": "data:,x", "detail": "x" * 1000},
+            {"type": "input_text", "text": "seven"},
+        ],
     },
     {"type": "additional_tools", "role": "developer", "tools": [{"type": "function", "name": "f", "parameters": {}}]},
 ]
