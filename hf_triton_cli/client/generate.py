@@ -19,6 +19,7 @@ from hf_triton.protocol.dialects import ALIASES
 from hf_triton.protocol.names import TEXT_OUTPUTS
 from hf_triton.protocol.request_options import CHAT_OPTIONS, OPTIONS
 from hf_triton.protocol.validation import read_json
+from hf_triton_cli.client.image_files import read_image_file
 from hf_triton_cli.client.running_triton import Triton, complete_models, triton_options
 from hf_triton_cli.exit_codes import INTERRUPTED
 from hf_triton_cli.shared_options import read_settings
@@ -121,12 +122,21 @@ def _scalar(value: object) -> bool | int | str:
 )
 @triton_options
 @sampling_options
+@click.option(
+    "--image",
+    "images",
+    multiple=True,
+    type=click.Path(),
+    metavar="FILE",
+    help="Image for the next of PROMPT's placeholders. Repeatable.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the whole answer as a JSON object.")
 def generate(
     words: tuple[str, ...],
     model: str | None,
     triton: Triton,
     sampling: Sampling,
+    images: tuple[str, ...],
     as_json: bool,
 ) -> None:
     """Generate a completion of PROMPT, and print it as it comes.
@@ -135,8 +145,9 @@ def generate(
     request.
     """
     name, prompt = _read_words(words, model)
+    files = [read_image_file(file) for file in images]
     try:
-        asyncio.run(complete(triton, name, prompt, sampling, as_json=as_json))
+        asyncio.run(complete(triton, name, prompt, sampling, files, as_json=as_json))
     except KeyboardInterrupt:
         click.echo("\nCancelled.", err=True)
         sys.exit(INTERRUPTED)
@@ -162,7 +173,15 @@ def _read_stdin() -> str:
         raise click.UsageError("standard input is not UTF-8 text") from None
 
 
-async def complete(triton: Triton, name: str | None, prompt: str, sampling: Sampling, *, as_json: bool = False) -> None:
+async def complete(
+    triton: Triton,
+    name: str | None,
+    prompt: str,
+    sampling: Sampling,
+    images: Sequence[bytes] = (),
+    *,
+    as_json: bool = False,
+) -> None:
     """Print the completion of a prompt as it comes."""
     from hf_triton_gateway.http.client_names import ClientNames
     from hf_triton_gateway.triton.triton_messages import Generation
@@ -171,7 +190,9 @@ async def complete(triton: Triton, name: str | None, prompt: str, sampling: Samp
     async with triton.asked() as models:
         model = await triton.choose(models, name)
         names = ClientNames(sampling.typed_names, rows=())
-        generation = Generation(model.name, uuid.uuid4().hex, parameters, options, prompts=[prompt], names=names)
+        generation = Generation(
+            model.name, uuid.uuid4().hex, parameters, options, prompts=[prompt], images=images, names=names
+        )
         if as_json:
             _print_json(model.name, await models.generate(generation))
         elif model.door is None or any(name in parameters for name in SEVERAL):

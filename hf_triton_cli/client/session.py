@@ -9,7 +9,7 @@ import json
 import sys
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from hf_triton.protocol.parameters import parse_parameters
 from hf_triton.protocol.request_options import CHAT_OPTIONS, OPTIONS
 from hf_triton.protocol.validation import read_json
 from hf_triton_cli.client.generate import COMMAND_DECIDES, canonical, shown, split_parameters
+from hf_triton_cli.client.image_files import content_of, read_image_file
 from hf_triton_cli.client.markdown import markdown_stream
 from hf_triton_cli.client.running_triton import Triton
 from hf_triton_cli.tables import printable
@@ -38,6 +39,7 @@ TYPED_NAMES: Final = {
 COMMANDS: Final[Mapping[str, str]] = {
     "/reset": "forget the conversation, as /clear does",
     "/system TEXT": "set the system prompt, and forget the conversation; without TEXT, none",
+    "/image FILE": "send an image with the next message; several are sent together; without FILE, none",
     "/set NAME VALUE": "set a parameter, such as temperature; without VALUE its default; alone, show all that are set",
     "/model NAME": "go on with another model",
     "/stats": "tokens and times of the last answer",
@@ -85,6 +87,7 @@ class Session:
         self._runner = runner
         self._parameters = dict(parameters)
         self._messages: list[dict[str, Any]] = []
+        self._images: list[bytes] = []
         self._models: TritonModels | None = None
         self._model: Model | None = None
         self._stats: Stats | None = None
@@ -144,10 +147,13 @@ class Session:
         match command:
             case "/reset" | "/clear":
                 self._messages = self._messages[:1] if self._has_system() else []
+                self._images = []
                 click.echo("The conversation is forgotten.")
             case "/system":
                 self._set_system(argument or None)
                 click.echo("The system prompt is set." if self._messages else "There is no system prompt.")
+            case "/image":
+                self._add_image(argument.strip("'\""))  # a terminal quotes the name of a file that is dropped on it
             case "/set":
                 self._set(*argument.split(None, 1))
             case "/model":
@@ -169,6 +175,17 @@ class Session:
 
     def _set_system(self, system: str | None) -> None:
         self._messages = [{"role": "system", "content": system}] if system else []
+
+    def _add_image(self, file: str) -> None:
+        """Read an image for the next message, or drop those that wait."""
+        if not file:
+            self._images = []
+        elif self._model is not None and self._model.folder.info and self._model.folder.info.images == "no":
+            raise click.UsageError(f"{self._model.name} takes no images: /model goes on with another one")
+        else:
+            self._images.append(read_image_file(file))
+        number = len(self._images)
+        click.echo(f"The next message has {number or 'no'} image{'' if number == 1 else 's'}.")
 
     def _set(self, name: str = "", text: str | None = None) -> None:
         """Set a parameter of the next answers, or show all."""
@@ -198,8 +215,9 @@ class Session:
         click.echo(f"Saved {len(self._messages)} messages to {file}.")
 
     def answer(self, text: str) -> None:
-        """Send a message and print the answer; a message without an answer leaves the conversation as it was."""
-        self._messages.append({"role": "user", "content": text})
+        """Send a message and print the answer; one without an answer is forgotten, with its images."""
+        images, self._images = self._images, []
+        self._messages.append({"role": "user", "content": content_of(text, images)})
         try:
             answer = self._runner.run(self._print_answer())
         except BaseException:
@@ -244,7 +262,7 @@ class Session:
         assert self._models is not None
         assert self._model is not None
         sampling, options = split_parameters(self._parameters)
-        names = ClientNames(TYPED_NAMES, rows=())
+        names = ClientNames({**TYPED_NAMES, **_names_of_images(self._messages)}, rows=())
         generation = Generation(
             self._model.name,
             uuid.uuid4().hex,
@@ -274,6 +292,18 @@ class Session:
         for name in ("num_input_tokens", "num_output_tokens"):
             if name in outputs:
                 setattr(self._stats, name, outputs[name][0])
+
+
+def _names_of_images(messages: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """What sentences call the images of a conversation, by their places."""
+    return {
+        f"messages[{index}].content[{place}]": f"image {place + 1}"
+        if message is messages[-1]
+        else "an image of an earlier message"
+        for index, message in enumerate(messages)
+        for place, part in enumerate(message["content"])
+        if isinstance(part, dict) and part["type"] == "image_url"
+    }
 
 
 def _echo(text: str) -> None:

@@ -248,6 +248,7 @@ WRONG: dict[str, tuple[list[str], int, str]] = {
     "adapter": (["generate", "demo:sql", "x"], 3, "an adapter of demo is named by --param lora_name=sql"),
     "unknown command of chat": (["chat", "demo"], 2, "there is no command /foo: /help lists them"),
     "file that chat cannot write": (["chat", "demo"], 2, "nowhere/chat.json cannot be written"),
+    "image that is missing": (["generate", "demo", "x", "--image=a.png"], 2, "a.png cannot be read: No such file"),
     "several models": (["generate", "-"], 2, "there are several models, name one: demo, slow"),
     "three words": (["generate", "demo", "The", "model"], 2, "more than a prompt: quote it"),
     "empty prompt": (["generate", "demo", "-"], 2, "the prompt is empty"),

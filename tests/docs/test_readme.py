@@ -33,7 +33,7 @@ GUIDES = (*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "S
 DEMO = ROOT / "hf_triton" / "demo"
 MAX_README_LINES = 250
 MAX_CELL = 200
-MAX_PAGE_LINES = 1500
+MAX_PAGE_LINES = 1660
 
 
 def blocks(language: str, *documents: Path) -> list[str]:

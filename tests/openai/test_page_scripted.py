@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
+import subprocess
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from PIL import Image
 from playwright.sync_api import Route, expect
 
 from hf_triton_gateway.gateway_config import GatewayConfig
@@ -23,7 +27,17 @@ TASKS = {
     "entities": "token-classification",
     "reranker": "rerank",
 }
-MODELS = {"data": [{"id": name, "task": task, "max_model_len": 100} for name, task in TASKS.items()]}
+MODELS: dict[str, Any] = {"data": [{"id": name, "task": task, "max_model_len": 100} for name, task in TASKS.items()]}
+MODELS["data"].append({"id": "blind", "task": "text-generation", "images": "no"})
+GIVE = """([type, name, mimeType, text]) => {
+    const data = new DataTransfer();
+    const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+    data.items.add(new File([bytes], name, { type: mimeType }));
+    const options = { bubbles: true, cancelable: true, clipboardData: data, dataTransfer: data };
+    const event = new (type === "paste" ? ClipboardEvent : DragEvent)(type, options);
+    document.getElementById("prompt").dispatchEvent(event);
+    return event.defaultPrevented;
+}"""
 FORBIDDEN = "for (const name of ['localStorage', 'sessionStorage'])"
 FORBIDDEN += " Object.defineProperty(window, name, { get() { throw new Error('forbidden'); } });"
 SLOW_DRAWING = """async () => {
@@ -173,6 +187,7 @@ BAD: list[Any] = [
     {"turns": [TURN | {"toolCalls": [None]}]},
     {"turns": [TURN | {"settings": None}]},
     {"turns": [TURN | {"prompt": 1}]},
+    {"turns": [TURN | {"images": [None]}]},
 ]
 
 
@@ -190,6 +205,120 @@ def test_a_bad_conversation_is_passed_over(chat: Chat, kept: dict[str, Any]) -> 
     chat.page.locator("#chats .open").click()
     expect(chat.turn.locator(".prompt")).to_have_text("good")
     assert chat.errors == []
+
+
+# --- images -----------------------------------------------------------------------------------------------------------
+
+
+def png(size: int) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (size, size), "teal").save(file, "PNG")
+    return file.getvalue()
+
+
+def choose(chat: Chat, name: str, data: bytes, kind: str = "image/png") -> None:
+    with chat.page.expect_file_chooser() as chooser:
+        chat.page.get_by_role("button", name="Add images").press("Enter")
+    chooser.value.set_files([{"name": name, "mimeType": kind, "buffer": data}])
+
+
+def give(chat: Chat, how: str, name: str, data: bytes) -> bool:
+    """Paste or drop a file; whether the page takes it."""
+    return bool(chat.page.evaluate(GIVE, [how, name, "image/png", base64.b64encode(data).decode()]))
+
+
+def part(data: bytes) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64.b64encode(data).decode()}"}}
+
+
+def test_images_are_chosen_pasted_dropped_and_removed(chat: Chat) -> None:
+    drafts = chat.page.get_by_role("list", name="Images to send").get_by_role("img")
+    choose(chat, "one.png", png(1))
+    expect(chat.prompt).to_be_focused()
+    assert give(chat, "paste", "two.png", png(2))
+    expect(drafts).to_have_count(2)
+    assert give(chat, "dragover", "three.png", b"")
+    assert give(chat, "drop", "three.png", png(3))
+    expect(drafts).to_have_count(3)
+    chat.page.get_by_role("button", name="Remove two.png").press("Enter")
+    expect(chat.prompt).to_be_focused()
+    chat.script(delta(content="Teal."))
+    chat.ask("Which colour?")
+    expect(drafts).to_have_count(0)
+    images = [part(png(1)), part(png(3))]
+    first = {"role": "user", "content": [*images, {"type": "text", "text": "Which colour?"}]}
+    assert chat.bodies()[0]["messages"] == [first]
+    shown = chat.turn.get_by_role("img")
+    assert [image.get_attribute("alt") for image in shown.all()] == ["one.png", "three.png"]
+    assert shown.first.evaluate("image => image.naturalWidth") == 1  # the policy lets it be shown
+    chat.ask("And why?")
+    assert [message["content"] for message in chat.bodies()[1]["messages"]] == [first["content"], "Teal.", "And why?"]
+    assert chat.errors == []
+
+
+def test_images_go_with_their_turn(chat: Chat) -> None:
+    chat.script(delta(content="Teal."))
+    choose(chat, "one.png", png(1))
+    chat.page.get_by_role("button", name="Remove one.png").wait_for()
+    chat.prompt.press("Enter")  # an image alone is a message
+    chat.wait()
+    chat.do("Regenerate")
+    chat.wait()
+    chat.do("Edit")
+    chat.ask("Why?")
+    sent = [body["messages"][0]["content"] for body in chat.bodies()]
+    assert sent == [[part(png(1))], [part(png(1))], [part(png(1)), {"type": "text", "text": "Why?"}]]
+    chat.page.get_by_role("button", name="New chat").click()
+    chat.page.get_by_role("button", name="History").click()
+    chat.page.locator("#chats .open").click()
+    expect(chat.turn.get_by_role("img")).to_have_count(1)
+    assert "base64" not in chat.page.evaluate("JSON.stringify([{ ...localStorage }, { ...sessionStorage }])")
+    chat.page.reload()
+    expect(chat.turn.locator(".images")).to_have_text("one.png is not kept: the model does not see it any more.")
+    chat.ask("And now?")
+    assert [message["content"] for message in chat.bodies()[3]["messages"]] == ["Why?", "Teal.", "And now?"]
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "kind", "sentence"),
+    [
+        ("a.txt", b"text", "text/plain", "a.txt is no image of PNG, JPEG, WebP or GIF."),
+        ("a.svg", b"<svg xmlns='http://www.w3.org/2000/svg'/>", "image/svg+xml", "a.svg is no image of PNG, "),
+        ("a.png", png(8)[:40], "image/png", "a.png cannot be read as an image."),
+        ("a.gif", bytes(10_000_001), "image/gif", "a.gif is too large: a conversation has 10 MB of images at most."),
+    ],
+)
+def test_other_files_are_refused_with_a_sentence(chat: Chat, name: str, data: bytes, kind: str, sentence: str) -> None:
+    choose(chat, name, data, kind)
+    expect(chat.page.locator("#note")).to_contain_text(sentence)
+    expect(chat.page.locator("#images li")).to_have_count(0)
+
+
+def test_who_takes_no_images_says_so(chat: Chat) -> None:
+    choose(chat, "one.png", png(1))
+    chat.page.get_by_label("Completion").check()
+    chat.send("Hello")
+    expect(chat.page.locator("#note")).to_have_text("Completion takes no images: choose Chat in the settings.")
+    chat.page.get_by_label("Model").select_option("blind")
+    chat.page.get_by_label("Chat", exact=True).check()
+    expect(chat.page.get_by_role("button", name="Add images")).to_be_hidden()
+    give(chat, "paste", "two.png", png(2))
+    expect(chat.page.locator("#note")).to_have_text("The model blind takes no images.")
+    assert chat.bodies() == []
+
+
+def test_a_long_request_is_copied_as_curl(chat: Chat) -> None:
+    chat.script(delta(content="Teal."))
+    choose(chat, "one.png", png(1) + bytes(200_000))
+    chat.page.get_by_role("button", name="Remove one.png").wait_for()
+    chat.ask("What's this?")
+    chat.do("Copy as curl")
+    expect(chat.turn.get_by_role("button", name="Copied")).to_be_visible()
+    command = chat.page.evaluate("navigator.clipboard.readText()")
+    script = f'curl() {{ echo "$@" >&2; cat; }}\n{command}'
+    done = subprocess.run(["bash"], input=script, capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(done.stdout) == chat.bodies()[0]
+    assert done.stderr.endswith("/v1/chat/completions -H Content-Type: application/json -d @-\n")
 
 
 # --- streams ----------------------------------------------------------------------------------------------------------

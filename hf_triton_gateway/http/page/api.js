@@ -2,6 +2,7 @@
 // Talks to the gateway: requests, its errors, server-sent events. Knows neither the document nor the conversation.
 
 const ROOT = new URL("../", import.meta.url);
+const MAX_ARGUMENT = 30_000; // characters: Linux takes 128 KiB
 
 export class ApiError extends Error {
   constructor(message, status, code) {
@@ -37,7 +38,9 @@ export async function* stream({ path, body }, key, signal) {
 export function curlCommand({ path, body }, hasKey) {
   const headers = ["Content-Type: application/json"].map(quote);
   if (hasKey) headers.push('"Authorization: Bearer $OPENAI_API_KEY"');
-  return ["curl -N", quote(new URL(path, ROOT).href), ...headers.map((header) => `-H ${header}`), `-d ${quote(body)}`].join(" ");
+  const command = ["curl -N", quote(new URL(path, ROOT).href), ...headers.map((header) => `-H ${header}`)].join(" ");
+  if (body.length < MAX_ARGUMENT) return `${command} -d ${quote(body)}`;
+  return `${command} -d @- <<'END'\n${body}\nEND\n`; // JSON has no newline
 }
 
 const quote = (text) => `'${text.replaceAll("'", "'\\''")}'`;

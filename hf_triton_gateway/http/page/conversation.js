@@ -9,20 +9,20 @@ const INDEX = Symbol("index"); // of a tool call in its stream: neither sent nor
 const MIN_STREAMED_MS = 50;
 
 /** A prompt and its answer, as far as it has come. Times are milliseconds since the page was opened. */
-export function newTurn(prompt, settings) {
+export function newTurn(prompt, settings, images = []) {
   const state = { isRunning: true, wasStopped: false, error: null, usage: null, finishReason: null };
   const times = { startMs: performance.now(), firstMs: null, lastMs: null };
-  return { prompt, settings, content: "", reasoning: "", toolCalls: [], ...state, ...times };
+  return { prompt, images, settings, content: "", reasoning: "", toolCalls: [], ...state, ...times };
 }
 
 /** The path and the body that ask for a turn's answer, after the turns before it. */
 export function buildRequest(turns, turn) {
-  const { prompt, settings } = turn;
+  const { settings } = turn;
   const before = history(turns.slice(0, turns.indexOf(turn)), settings.system);
   const [path, input] =
     settings.mode === "chat"
-      ? ["v1/chat/completions", { messages: [...before, { role: "user", content: prompt }] }]
-      : ["v1/completions", { prompt }];
+      ? ["v1/chat/completions", { messages: [...before, userMessage(turn)] }]
+      : ["v1/completions", { prompt: turn.prompt }];
   const streaming = { stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } };
   return { path, body: JSON.stringify({ model: settings.model, ...input, ...settings.parameters, ...streaming }) };
 }
@@ -97,10 +97,21 @@ function tokensPerSecond(turn, tokens) {
   return (tokens * 1000) / (turn.lastMs - turn.startMs);
 }
 
+/** The turns that later ones are asked after. */
+export function answered(turns) {
+  return turns.filter((turn) => turn.settings.mode === "chat" && (turn.content || turn.toolCalls.length));
+}
+
 function history(turns, system) {
-  const answered = turns.filter((turn) => turn.settings.mode === "chat" && (turn.content || turn.toolCalls.length));
-  const messages = answered.flatMap((turn) => [{ role: "user", content: turn.prompt }, assistantMessage(turn)]);
+  const messages = answered(turns).flatMap((turn) => [userMessage(turn), assistantMessage(turn)]);
   return system ? [{ role: "system", content: system }, ...messages] : messages;
+}
+
+/** A prompt behind its images, without those that were not kept. */
+function userMessage({ prompt, images }) {
+  const parts = images.filter(({ url }) => url).map(({ url }) => ({ type: "image_url", image_url: { url } }));
+  if (prompt.trim()) parts.push({ type: "text", text: prompt });
+  return { role: "user", content: parts.some(({ type }) => type !== "text") ? parts : prompt };
 }
 
 function assistantMessage(turn) {

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // The conversations that this browser keeps, each under a name of its own. Of one that goes on in two tabs, each tab's is
-// kept: the second one under a new name.
+// kept: the second one under a new name. An image's name is kept; its data stay in this tab's memory, until a reload.
 
 import { make } from "./inline.js";
 import { names, read, remove, write } from "./store.js";
 
 const CHAT = "chat.";
 const FORMAT = 1; // of what is kept; others are passed over
+const urls = new Map(); // of images, by their ids
 
 export function newConversation() {
   return { format: FORMAT, id: `${Date.now()}-${Math.random().toString(36).slice(2, 8)}`, savedMs: 0, turns: [] };
@@ -15,7 +16,10 @@ export function newConversation() {
 /** A conversation that was kept, or a new one. Of an answer that was running, what had come is kept. */
 export function openConversation(id) {
   const kept = readChat(CHAT + id) ?? newConversation();
-  for (const turn of kept.turns) Object.assign(turn, turn.isRunning && { isRunning: false, wasStopped: true });
+  for (const turn of kept.turns) {
+    Object.assign(turn, turn.isRunning && { isRunning: false, wasStopped: true });
+    turn.images = imagesOf(turn).map(({ id, name }) => ({ id, name, url: urls.get(id) }));
+  }
   return kept;
 }
 
@@ -28,20 +32,34 @@ function readChat(name) {
 
 function isTurn(turn) {
   const areTexts = ["prompt", "content", "reasoning"].every((name) => typeof turn?.[name] === "string");
-  return areTexts && turn.settings && Array.isArray(turn.toolCalls) && turn.toolCalls.every((call) => call?.function);
+  const images = areTexts && imagesOf(turn);
+  const areImages = Array.isArray(images) && images.every((image) => typeof image?.name === "string");
+  return areImages && turn.settings && Array.isArray(turn.toolCalls) && turn.toolCalls.every((call) => call?.function);
 }
+
+/** What is kept of a turn's images; earlier releases kept none. */
+const imagesOf = ({ images = [] }) => images;
 
 /** Keep a conversation, under a new name if another tab has kept it since; false if the browser does not. */
 export function saveConversation(conversation) {
   const kept = read(CHAT + conversation.id);
   if (kept && kept.savedMs !== conversation.savedMs) conversation.id = newConversation().id;
-  const saved = { ...conversation, savedMs: Date.now(), turns: conversation.turns.map(({ view, ...turn }) => turn) };
+  const turns = conversation.turns.map(({ view, ...turn }) => ({ ...turn, images: turn.images.map(setUrlAside) }));
+  const saved = { ...conversation, savedMs: Date.now(), turns };
   const isKept = write(CHAT + conversation.id, saved);
   if (isKept) conversation.savedMs = saved.savedMs;
   return isKept;
 }
 
-export const deleteConversation = (id) => remove(CHAT + id);
+function setUrlAside({ id, name, url }) {
+  if (url) urls.set(id, url);
+  return { id, name };
+}
+
+export function deleteConversation(id) {
+  for (const image of readChat(CHAT + id)?.turns.flatMap(imagesOf) ?? []) urls.delete(image.id);
+  remove(CHAT + id);
+}
 
 export const keptIds = () => names(CHAT).map((name) => name.slice(CHAT.length));
 
@@ -53,7 +71,7 @@ export function drawHistory(list, openId) {
 }
 
 function drawEntry({ id, savedMs, turns }, isOpen) {
-  const title = turns[0].prompt.trim().slice(0, 80);
+  const title = (turns[0].prompt.trim() || imagesOf(turns[0])[0]?.name || "").slice(0, 80);
   const form = { month: "short", day: "numeric", hour: "2-digit", minute: "2-digit" };
   const time = make("time", "", new Date(savedMs).toLocaleString([], form));
   const open = make("button", { type: "button", className: "open" }, make("span", "title", title), time);
@@ -73,8 +91,8 @@ export function exportConversation({ turns }, ending) {
 }
 
 function asMarkdown(turns) {
-  const parts = turns.flatMap(({ prompt, settings, content, toolCalls }) => [
-    ...["## You", prompt, `## ${settings.model}`, content.trim()],
+  const parts = turns.flatMap(({ prompt, images, settings, content, toolCalls }) => [
+    ...["## You", ...images.map(({ name }) => `Image: ${name}`), prompt, `## ${settings.model}`, content.trim()],
     ...toolCalls.map(({ function: called }) => `\`${called.name}(${called.arguments})\``),
   ]);
   return `${parts.filter(Boolean).join("\n\n")}\n`;

@@ -2,8 +2,9 @@
 // The page: what a key or a button does. The gateway's key lives in this tab alone, and in its sessionStorage.
 
 import { ApiError, curlCommand, listModels, stream } from "./api.js";
-import { addChunk, buildRequest, contextUsed, figure, newTurn, roomLeft } from "./conversation.js";
+import { addChunk, answered, buildRequest, contextUsed, figure, newTurn, roomLeft } from "./conversation.js";
 import * as history from "./history.js";
+import { drawDraft, readImage } from "./images.js";
 import * as settings from "./settings.js";
 import { hasForm, showForm } from "./tasks.js";
 import { attempt } from "./store.js";
@@ -20,6 +21,7 @@ const keptModel = settings.restoreSettings(form);
 let models = [];
 let conversation = history.newConversation();
 let running = null; // the AbortController of the answer that is streaming
+let images = []; // of the message that is being written
 let isEditing = false;
 let retryWithKey = null; // what to do again once there is a key
 let key = attempt(() => sessionStorage.getItem(KEY), null);
@@ -28,10 +30,14 @@ const model = () => models.find(({ id }) => id === $("model").value);
 
 // --- asking ---------------------------------------------------------------------------------------------------------
 /** Ask, instead of the last turn or after it; false if an answer is running or a setting is bad. */
-function ask(prompt, { instead = false } = {}) {
+function ask({ prompt, images: given = [] }, { instead = false } = {}) {
   if (!isSettled()) return false;
+  if (given.length && form.elements.mode.value === "completion") {
+    show("note", "Completion takes no images: choose Chat in the settings.");
+    return false;
+  }
   if (instead) conversation.turns.pop().view.element.remove();
-  const turn = newTurn(prompt, { ...settings.readSettings(form), model: model().id });
+  const turn = newTurn(prompt, { ...settings.readSettings(form), model: model().id }, given);
   setEditing(null);
   followTheEnd(() => addTurn(turn));
   window.scrollTo(0, document.documentElement.scrollHeight);
@@ -72,7 +78,7 @@ function fail(turn, error, isAborted) {
   if (isAborted) return;
   const message = error instanceof ApiError ? error.message : `The connection broke: ${error.message}`;
   turn.error = { message, code: error.code };
-  if (error.status === 401) askForKey(() => conversation.turns.at(-1) === turn && ask(turn.prompt, { instead: true }));
+  if (error.status === 401) askForKey(() => conversation.turns.at(-1) === turn && ask(turn, { instead: true }));
 }
 
 /** Whether a model is chosen, nothing is running, and the settings can be sent; it shows the first that cannot. */
@@ -95,13 +101,63 @@ function setRunning(controller) {
 
 // --- the composer ---------------------------------------------------------------------------------------------------
 function send() {
-  const text = $("prompt").value;
-  if (text.trim() && ask(text, { instead: isEditing })) $("prompt").value = "";
+  const prompt = $("prompt").value;
+  if (!prompt.trim() && !images.length) return;
+  if (!ask({ prompt, images }, { instead: isEditing })) return;
+  $("prompt").value = "";
+  setImages([]);
+}
+
+function setImages(list) {
+  images = list;
+  drawDraft($("images"), images);
+}
+
+/** Add files to the message that is being written, and say which cannot be. */
+async function addImages(files) {
+  const problems = [];
+  for (const file of files) {
+    try {
+      if (model()?.images === "no") throw new Error(`The model ${model().id} takes no images.`);
+      const before = answered(isEditing ? conversation.turns.slice(0, -1) : conversation.turns);
+      const image = await readImage(file, [...before.flatMap((turn) => turn.images), ...images]);
+      setImages([...images, image]);
+      announce(`${image.name} is added.`);
+    } catch (error) {
+      problems.push(error.message);
+    }
+  }
+  show("note", problems.join(" "));
+}
+
+function removeImage({ target }) {
+  const id = target.closest("button")?.dataset.remove;
+  if (!id) return;
+  setImages(images.filter((image) => image.id !== id));
+  announce("The image is removed.");
+  $("prompt").focus();
+}
+
+/** Take the files that are pasted or dropped; text that comes with a drawing of itself, as from a table, is pasted. */
+function takeFiles(event, { files, types }) {
+  const isText = types.includes("text/plain") && types.includes("text/html");
+  if (isText || !types.includes("Files") || document.body.classList.contains("encoder")) return;
+  event.preventDefault(); // a browser opens what is dropped
+  if (files.length) addImages([...files]);
+}
+
+function chooseFiles({ target }) {
+  addImages([...target.files]);
+  target.value = ""; // the same file may be chosen again
+  $("prompt").focus();
 }
 
 /** Edit a turn, the last one, or none. */
 function setEditing(turn) {
-  if (turn || isEditing) $("prompt").value = turn?.prompt ?? ""; // otherwise a draft stays
+  if (turn || isEditing) {
+    $("prompt").value = turn?.prompt ?? ""; // otherwise a draft stays
+    setImages(turn?.images ?? []);
+  }
   isEditing = Boolean(turn);
   $("editing").hidden = !turn;
   conversation.turns.at(-1)?.view.element.classList.toggle("edited", isEditing);
@@ -119,20 +175,20 @@ const ACTIONS = {
   "copy-code": (turn, button) => copy(button.closest(".code").querySelector("code").textContent, button),
   curl: (turn, button) => copy(curlCommand(buildRequest(conversation.turns, turn), key !== null), button),
   edit: setEditing,
-  regenerate: (turn) => ask(turn.prompt, { instead: true }),
+  regenerate: (turn) => ask(turn, { instead: true }),
   switch: (turn) => {
     form.elements.mode.value = "completion";
     onSettings();
-    ask(turn.prompt, { instead: turn === conversation.turns.at(-1) });
+    ask(turn, { instead: turn === conversation.turns.at(-1) });
   },
   anew: (turn) => {
     open();
-    ask(turn.prompt);
+    ask(turn);
   },
   lower: (turn) => {
     form.elements.max_tokens.value = roomLeft(turn);
     onSettings();
-    ask(turn.prompt, { instead: true });
+    ask(turn, { instead: true });
   },
 };
 
@@ -233,6 +289,7 @@ function onModel() {
   $("starters").classList.toggle("demo", $("model").value === "demo");
   $("task-name").textContent = model()?.task ?? "";
   if (isEncoder) showForm($("task"), model(), () => key);
+  $("attach").hidden = model()?.images === "no";
   settings.showDefaults(form, model()?.defaults);
   showHistory();
   onSettings();
@@ -292,8 +349,11 @@ on("key-form", "submit", useKey);
 on("settings-form", "submit", () => {});
 on("settings-form", "input", onSettings);
 on("prompt", "keydown", onPromptKey);
+on("attach", "click", () => $("files").click());
+on("files", "change", chooseFiles);
+on("images", "click", removeImage);
 on("turns", "click", act);
-on("starters", "click", ({ target }) => target.matches("button") && ask(target.textContent));
+on("starters", "click", ({ target }) => target.matches("button") && ask({ prompt: target.textContent }));
 on("model", "change", onModel);
 on("new", "click", () => open());
 on("chats", "click", onHistory);
@@ -306,6 +366,8 @@ for (const name of ["history", "settings"]) {
   on(`${name}-close`, "click", () => showPanel(name, false));
 }
 document.addEventListener("keydown", onEscape);
+document.addEventListener("paste", (event) => takeFiles(event, event.clipboardData));
+for (const type of ["dragover", "drop"]) document.addEventListener(type, (event) => takeFiles(event, event.dataTransfer));
 window.addEventListener("pagehide", stopAndKeep);
 WIDE.addEventListener("change", showPanels);
 showPanels();

@@ -2,6 +2,7 @@
 // Draws turns. A model's output is data: it enters the document as text, never as markup.
 
 import { describe, roomLeft } from "./conversation.js";
+import { drawImage } from "./images.js";
 import { make } from "./inline.js";
 import { Markdown } from "./markdown.js";
 
@@ -14,6 +15,7 @@ export class TurnView {
     this.turn = turn;
     this.isChat = turn.settings.mode === "chat";
     this.element = document.getElementById("turn-template").content.firstElementChild.cloneNode(true);
+    this.part(".images").replaceChildren(...turn.images.map(drawImage));
     this.part(".prompt").textContent = turn.prompt;
     this.part(".speaker").textContent = turn.settings.model;
     this.part(".content").classList.toggle("text", !this.isChat);
