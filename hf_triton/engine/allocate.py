@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+
+import torch
 
 from hf_triton.engine.block_memory import BlockMemory
 from hf_triton.engine.options import EngineOptions
@@ -32,8 +35,8 @@ def allocate_cache(runner: ModelRunner, options: EngineOptions) -> BlockMemory:
         if options.gpu_part.is_set:
             logger.warning("the setting gpu_memory_fraction does nothing on a CPU")
         return _grow_on_demand(runner, max_cache_tokens, options)
-    bytes_per_token, _ = runner.memory_per_token()
-    memory, num_tokens, num_kept = _divide(runner, options, max_cache_tokens)
+    bytes_per_token, slot_tokens = runner.memory_per_token()
+    memory, num_tokens, num_kept = _divide(runner, options, max_cache_tokens, bytes_per_token, slot_tokens)
     num_blocks = max(1, num_tokens // runner.block_size)
     budget = TokenBudget(bytes_per_token, num_blocks * runner.block_size)
     size = f"a KV cache of {budget.words(budget.most)}"
@@ -48,9 +51,14 @@ def allocate_cache(runner: ModelRunner, options: EngineOptions) -> BlockMemory:
     return BlockMemory(budget, num_blocks, runner.block_size, max_kept=num_blocks, is_fixed=True, states=states)
 
 
-def _divide(runner: ModelRunner, options: EngineOptions, max_cache_tokens: int | None) -> tuple[LoadMemory, int, int]:
+def _divide(
+    runner: ModelRunner,
+    options: EngineOptions,
+    max_cache_tokens: int | None,
+    bytes_per_token: Mapping[torch.device, int],
+    slot_tokens: int,
+) -> tuple[LoadMemory, int, int]:
     """The memory of a GPU, and the tokens of the KV cache and the kept states that it has room for."""
-    bytes_per_token, slot_tokens = runner.memory_per_token()
     beside = (options.max_num_seqs + 1) * slot_tokens
     sample, images = options.image_sample, None
     if sample is not None and runner.device.type == "cuda":

@@ -37,8 +37,6 @@ class BatchEngine(GenerationWorker):
     """
 
     name: ClassVar[str] = "batch"
-    images: str = "no"
-    image_obstacle: str = ""
 
     def __init__(
         self, model: Any, options: EngineOptions, sharing: Sharing, *, images: str = "no", image_obstacle: str = ""

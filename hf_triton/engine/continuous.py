@@ -37,8 +37,6 @@ class ContinuousBatchingEngine(GenerationWorker):
     """Lets each sequence of a decoder-only model join and leave at any step."""
 
     name: ClassVar[str] = "continuous"
-    images: str = "no"
-    image_obstacle: str = ""
 
     def __init__(
         self, model: Any, options: EngineOptions, way: Way = PACKED, *, images: str = "no", image_obstacle: str = ""

@@ -14,25 +14,10 @@ from hf_triton.runner.model_runner import ModelRunner, Way
 from hf_triton.runner.reference import logits_after
 from hf_triton.runner.step import Step, TokenRange
 from tests.support.architectures import BASE, HEADS, LINEAR, SECTIONS, WINDOWS
+from tests.support.image_checkpoints import EYE, QWEN_EYE
 
 IMAGE: int = 299
 """The placeholder token."""
-EYE: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "image_size": 28,
-    "patch_size": 7,
-}
-QWEN_EYE: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "depth": 2,
-    "num_heads": 4,
-    "patch_size": 8,
-    "out_hidden_size": 32,
-}
 PADDED: dict[str, Any] = BASE | {"pad_token_id": 2}
 LLAMA: dict[str, Any] = PADDED | {"model_type": "llama"}
 SEEING: dict[str, tuple[str, dict[str, Any]]] = {

@@ -108,12 +108,14 @@ def check_places(prepared: PromptImages, ids: list[int], reference: ImageReferen
 
 
 def check_parts(prepared: PromptImages, images: ImagePreparer, prompt: str) -> None:
-    """Equal images are equal, here and in another prompt; others are not."""
+    """Equal images are equal, here and in another prompt of the same salt; others are not."""
     first, second, third = (image.digest for image in prepared.images)
     assert first == third != second
     start, end = prompt.index(images.placeholder), prompt.rindex(images.placeholder) + len(images.placeholder)
     _, other = images.prepare(f"{prompt[:start]}x{images.placeholder}{prompt[end:]}", [SMALL], NAMES[:1])
     assert [image.digest for image in other.images] == [first]
+    _, salted = images.prepare(f"{prompt[:start]}x{images.placeholder}{prompt[end:]}", [SMALL], NAMES[:1], salt="mine")
+    assert salted.images[0].digest != first
     assert len({image.number for image in (*prepared.images, *other.images)}) == 4
 
 

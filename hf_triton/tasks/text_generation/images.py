@@ -14,6 +14,7 @@ import inspect
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -81,7 +82,13 @@ class ImagePreparer:
         self._files.take(sum(map(len, files)), holder)
 
     def prepare(
-        self, text: str, files: Sequence[bytes], names: Sequence[str], *, adds_special_tokens: bool = False
+        self,
+        text: str,
+        files: Sequence[bytes],
+        names: Sequence[str],
+        *,
+        adds_special_tokens: bool = False,
+        salt: str = "",
     ) -> tuple[list[int], PromptImages]:
         """A prompt's tokens and its images.
 
@@ -90,6 +97,7 @@ class ImagePreparer:
             files: Image files, in the order of the placeholders.
             names: What sentences call them.
             adds_special_tokens: Whether to add the tokenizer's special tokens; a chat template has written them.
+            salt: Equal images of other salts have other digests, so that nobody can tell that they were seen before.
 
         Raises:
             RequestError: A file cannot be read, or the images are too large or take too many tokens.
@@ -102,6 +110,7 @@ class ImagePreparer:
         with self._memory.hold(sum(bytes_of)):
             images = [read_image(file, most, name) for file, name in named]
             ids, prepared = self._prepare(text, images, adds_special_tokens=adds_special_tokens)
+        prepared = replace(prepared, images=tuple(_salted(image, salt) for image in prepared.images))
         self._memory.keep(prepared)
         return ids, prepared
 
@@ -321,6 +330,10 @@ def _shared(together: Arrays, alone: Sequence[Arrays]) -> list[Arrays]:
             for each, part in zip(made, np.split(array, np.cumsum(lengths)[:-1]), strict=True):
                 each[name] = part
     return list(made)
+
+
+def _salted(image: ImageInput, salt: str) -> ImageInput:
+    return replace(image, digest=hashlib.sha256(image.digest + salt.encode(errors="surrogatepass")).digest())
 
 
 def _digest(arguments: Arrays) -> bytes:

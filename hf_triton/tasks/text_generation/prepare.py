@@ -268,7 +268,8 @@ class PromptPreparer:
             text = _with_placeholders(text, images.placeholder, len(files), about)
         images.check_text(text, about)
         adds = bool(adds_special_tokens) if isinstance(source, Chat) else adds_special_tokens is not False
-        ids, prepared = images.prepare(text, files, _names_of_images(source, len(files)), adds_special_tokens=adds)
+        names, salt = _names_of_images(source, len(files)), asked.cache_salt
+        ids, prepared = images.prepare(text, files, names, adds_special_tokens=adds, salt=salt)
         self.codec.check_ids(PROMPT_TOKEN_IDS, ids)
         num_kept = self._num_kept(asked.truncate_prompt_tokens, request.parameters[row])
         if num_kept is not None and num_kept < len(ids):
