@@ -297,6 +297,6 @@ def _repr_pieces(value: object, limit: int) -> Iterator[str]:
             yield from _repr_pieces(each, limit)
         yield "}" if value else "{}"
     elif isinstance(value, str) and (head := value[:100].partition(";base64,"))[1] and head[0].startswith("data:"):
-        yield repr(f"{head[0]};base64,...")  # nobody knows what is in a file
+        yield repr(f"{head[0]};base64,...")  # a file may hold anything
     else:
         yield repr(value[: limit + 1] if isinstance(value, str | bytes) else value)

@@ -89,7 +89,7 @@ class Executor:
         return time.perf_counter() - started_s
 
     def drop_images(self, numbers: tuple[int, ...]) -> None:
-        """Let go of features that no sequence needs any more."""
+        """Drop features that no sequence needs any more."""
         if numbers:
             self._runner.see(Step(dropped_images=numbers))
 

@@ -75,7 +75,7 @@ class Images:
         return len(self._kept)
 
     def begin(self, step: Step) -> None:
-        """Compute the features that a step needs, once for equal images, and let go of those that no sequence does."""
+        """Compute the features that a step needs, once for equal images, and drop those that no sequence needs."""
         self.drop(step.dropped_images)
         for image in step.images:
             if image.number not in self._kept:

@@ -272,7 +272,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def see(self, step: Step) -> None:
-        """Compute the features of a step's images, before the step or an earlier one runs; let go of those it drops."""
+        """Compute the features of a step's images, before it or an earlier one runs, and drop those that it names."""
         with nullcontext() if self._adapters is None else self._adapters.choose(None):
             self.images.begin(step)
 

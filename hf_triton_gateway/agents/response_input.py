@@ -196,7 +196,7 @@ def _output(place: str, output: str | list[Any]) -> str | dict[str, dict[str, An
 
 
 def _output_part(place: str, part: Any) -> dict[str, Any]:
-    """The client cannot help what a tool answers, so that what is neither text nor image is told."""
+    """A client cannot change what a tool answered, so a part that is neither text nor image becomes a note."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == IMAGE:
         return only_image(part)
