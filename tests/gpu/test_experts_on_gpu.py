@@ -36,7 +36,7 @@ def device(simulated: Device | None, monkeypatch: pytest.MonkeyPatch) -> Device:
     if simulated is None:
         pytest.skip("a real device has the compute capability that it has, and rounds padded steps in its own way")
     sizes = [size for size in step_sizes(4) if size.num_tokens in (1, 4, 8, 16, 80)]
-    monkeypatch.setattr(model_runner, "step_sizes", lambda _: sizes)
+    monkeypatch.setattr(model_runner, "step_sizes", lambda *_: sizes)
     return simulated
 
 
