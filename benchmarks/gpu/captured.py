@@ -88,13 +88,13 @@ def measure(model: Any, adapter: Path | None = None) -> dict[str, Any]:
         return {"eager_because": "the continuous engine does not run this model"}
     meter, began_s = Meter(), time.perf_counter()
     with counted() as counts:
-        adapters = None if adapter is None else Adapters(model)
+        adapters = None if adapter is None else Adapters(model)  # graphs are made for adapters like those at load
+        chosen = None if adapters is None or adapter is None else adapters.load(adapter)
         engine = ContinuousBatchingEngine(
             model, EngineOptions(max_num_seqs=8, max_cache_tokens=4096, adapters=adapters, observer=meter), way
         )
         with closing(engine):
             start_s, graphs = time.perf_counter() - began_s, counts["graphs"]
-            chosen = None if adapters is None or adapter is None else adapters.load(adapter)
             meter.attach(engine)
             counts.clear()
             prompts = random_prompts(NUM_REQUESTS, NUM_PROMPT, model.config.vocab_size)

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from figures import Figures, copy_bytes_per_s, matmul_flops, read_options, release
 from loads import Meter, Request, decoding, mixed_requests, random_prompts, run_requests
-from models import CONFIGS, build_decoder, weight_bytes
+from models import CONFIGS, build_decoder, num_layer_weights, weight_bytes
 
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.options import EngineOptions
@@ -127,8 +127,7 @@ class Run:
                 run_requests(self.engine, [Request(each, SamplingParams(1))], 1)["ttft_p50_ms"] for each in prompts
             ]
             took_s = statistics.median(times[1:]) / 1000
-            head = self.model.get_output_embeddings().weight  # computed for the last token alone
-            operations = (weight_bytes(self.model) - head.numel() * 2) * num_tokens  # two for a weight of two bytes
+            operations = 2 * num_layer_weights(self.model) * num_tokens  # the head is computed for the last token alone
             self.figures.add(
                 model=self.name,
                 name="prompt",

@@ -62,3 +62,9 @@ def weight_bytes(model: Any) -> int:
     is_tied = model.get_output_embeddings().weight is embedding
     total = sum(each.numel() * each.element_size() for each in model.parameters())
     return int(total if is_tied else total - embedding.numel() * embedding.element_size())
+
+
+def num_layer_weights(model: Any) -> int:
+    """How many parameters the layers have, embedding and head apart."""
+    ends = {model.get_input_embeddings().weight, model.get_output_embeddings().weight}
+    return sum(each.numel() for each in model.parameters()) - sum(each.numel() for each in ends)

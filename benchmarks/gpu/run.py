@@ -31,6 +31,7 @@ import encoder
 import engine
 import equality
 import figures
+import fp8
 import peers
 import sampling
 import served
@@ -67,6 +68,7 @@ TASKS = (
     Task("llama", 110, engine.main, "llama-3-8b"),
     Task("captured", 60, captured.main),
     Task("qwen", 60, engine.main, "qwen3-0.6b"),
+    Task("fp8", 60, fp8.main, "llama-3-8b"),
     Task("served", 75, served.main, "qwen3-0.6b"),
     Task("attention", 60, attention.main),
     Task("equality", 70, equality.main),
