@@ -7,7 +7,7 @@ Needs Triton and torch, and no GPU. A row is a kernel for one form of model: its
 registers of a thread, bytes that did not fit in them, shared memory, how many programs are resident on a processor, and
 how many copies stay under way while each loop waits (0: nothing overlaps). `*` is what a device would take: the first
 that it has room for and that spills nothing. With `--cache`, what is compiled is kept there for a machine with the same
-Triton: set `TRITON_CACHE_DIR` to a copy of the folder.
+Triton: set `TRITON_CACHE_DIR` to a copy of the folder at the same path, a relative one; Triton keeps its files' paths.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@
     mix       requests of log-normal lengths, N in flight; `grammar`: a tenth of them constrained; `prefixes`: each
               begins with one of four prefixes of 512 tokens
     profile   kernels of a layer, and microseconds of a decoding step by class
+    mix, 1024 the mixes once more with steps of up to 1,024 tokens beside decoding sequences, in place of 512
 
 `of_bound` is the part of what the card reaches in the same run: bytes read (weights, keys, values) at a copy's
 bandwidth, or operations at a large product's speed.
@@ -31,8 +32,10 @@ from loads import Meter, Request, decoding, mixed_requests, random_prompts, run_
 from models import CONFIGS, build_decoder, num_layer_weights, weight_bytes
 
 from hf_triton.engine.continuous import ContinuousBatchingEngine
+from hf_triton.engine.engine_config import EngineConfig
 from hf_triton.engine.options import EngineOptions
 from hf_triton.runner.cuda import fuse
+from hf_triton.runner.device import ChunkSizes
 from hf_triton.runner.device_step import step_sizes
 from hf_triton.runner.model_runner import ModelRunner
 from hf_triton.runner.way_probe import find_way
@@ -46,6 +49,9 @@ CLASSES = {
     "sampling": ("argmax", "sample", "draw", "softmax", "reduce", "sort", "topk"),
 }
 """Groups of kernels, by a part of their names; the first that fits."""
+
+
+LARGE_STEPS = ChunkSizes(1024, 1024)
 
 
 @dataclass(frozen=True)
@@ -97,6 +103,9 @@ class Run:
 
     def prompts(self, count: int, num_tokens: int) -> list[list[int]]:
         return random_prompts(count, num_tokens, self.model.config.vocab_size, seed=num_tokens)
+
+    def mixed(self, count: int, seed: int, **kinds: Any) -> list[Request]:
+        return mixed_requests(count, self.model.config.vocab_size, seed, max_tokens=self.plan.max_mixed_tokens, **kinds)
 
     def decode(self, count: int, num_tokens: int, params: SamplingParams, name: str = "decode") -> None:
         """Steps of `count` sequences of about `num_tokens` tokens."""
@@ -209,7 +218,7 @@ def timed_capture() -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def started(
-    figures: Figures, model: Any, name: str, plan: Plan, start: str
+    figures: Figures, model: Any, name: str, plan: Plan, start: str, chunk_sizes: ChunkSizes | None = None
 ) -> Iterator[tuple[ContinuousBatchingEngine, Meter]]:
     """An engine, whose start is a figure."""
     began_s = time.perf_counter()
@@ -221,7 +230,12 @@ def started(
     with timed_capture() as captured:
         engine = ContinuousBatchingEngine(
             model,
-            EngineOptions(max_num_seqs=plan.max_num_seqs, max_cache_tokens=plan.max_cache_tokens, observer=meter),
+            EngineOptions(
+                max_num_seqs=plan.max_num_seqs,
+                max_cache_tokens=plan.max_cache_tokens,
+                observer=meter,
+                config=EngineConfig(chunk_sizes),
+            ),
             way,
         )
     meter.attach(engine)
@@ -258,29 +272,27 @@ def main(options: Namespace) -> None:
         return
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]):
         pass  # graphs that are captured before the first profile show no kernels
-    with started(figures, model, options.model, plan, "start, warm") as (engine, meter):
+    with started(figures, model, options.model, plan, "start, warm", LARGE_STEPS) as (engine, meter):
         run = Run(figures, model, options.model, engine, meter, plan, *bounds)
         for count, num_tokens in (plan.decodes[0], plan.drawn):
             run.profile(count, num_tokens, greedy)
+        for width, count in plan.mixes:
+            run.mix("mix, 1024", width, run.mixed(count, width))
 
 
 def measure(run: Run, greedy: SamplingParams) -> None:
     """All loads, those that decide most first."""
-    plan, vocabulary = run.plan, run.model.config.vocab_size
+    plan = run.plan
     for count, num_tokens in plan.decodes:
         run.decode(count, num_tokens, greedy)
-
-    def mixed(count: int, seed: int, **kinds: Any) -> list[Request]:
-        return mixed_requests(count, vocabulary, seed, max_tokens=plan.max_mixed_tokens, **kinds)
-
     for width, count in plan.mixes:
-        run.mix("mix", width, mixed(count, width))
+        run.mix("mix", width, run.mixed(count, width))
     run.prompt(plan.prompt_tokens)
     drawn = SamplingParams(plan.max_new_tokens, do_sample=True, temperature=0.8, top_p=0.9, seed=0)
     run.decode(*plan.drawn, drawn, "decode, drawn")
     width, count = plan.mixes[0]
-    run.mix("mix, grammar", width, mixed(count, 1, constrained=0.1))
-    run.mix("mix, prefixes", width, mixed(count, 2, prefixes=run.prompts(4, plan.prefix_tokens)))
+    run.mix("mix, grammar", width, run.mixed(count, 1, constrained=0.1))
+    run.mix("mix, prefixes", width, run.mixed(count, 2, prefixes=run.prompts(4, plan.prefix_tokens)))
     num_requests, num_prompt, num_new = plan.equal
     equal = [Request(prompt, SamplingParams(num_new)) for prompt in run.prompts(num_requests, num_prompt)]
     run.mix("equal", num_requests, equal, f"{num_requests} x ({num_prompt} + {num_new})")

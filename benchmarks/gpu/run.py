@@ -65,9 +65,9 @@ def run_tests(options: argparse.Namespace) -> None:
 
 TASKS = (
     Task("machine", 15, figures.main),
-    Task("llama", 110, engine.main, "llama-3-8b"),
+    Task("llama", 190, engine.main, "llama-3-8b"),
     Task("captured", 60, captured.main),
-    Task("qwen", 60, engine.main, "qwen3-0.6b"),
+    Task("qwen", 75, engine.main, "qwen3-0.6b"),
     Task("fp8", 60, fp8.main, "llama-3-8b"),
     Task("served", 75, served.main, "qwen3-0.6b"),
     Task("attention", 60, attention.main),
@@ -77,7 +77,7 @@ TASKS = (
     Task("sampling", 30, sampling.main),
     Task("peers", 90, peers.main, "llama-3-8b"),
     Task("sweep", 60, attention.main_sweep, is_default=False),
-    Task("falcon", 110, engine.main, "falcon-7b", is_default=False),
+    Task("falcon", 150, engine.main, "falcon-7b", is_default=False),
 )
 LARGE_TASKS = frozenset({"qwen", "falcon", "tests"})
 """Models that `--small` leaves out: the same code as `llama`, and what needs a device."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables of the figures that `run.py` wrote: `python benchmarks/gpu/tables.py figures.jsonl` prints them and the goals.
 
-docs/performance.md has ten rows of the files in `results/`, which keep every figure (`make docs`).
+docs/performance.md has some rows of the files in `results/`, which keep every figure (`make docs`).
 """
 
 from __future__ import annotations
@@ -68,14 +68,17 @@ AT_MOST = {
 PACKAGES = ("python", "torch", "triton", "transformers", "numpy", "commit")
 """What the document says of the machine beside the card."""
 READER: tuple[tuple[str, str, tuple[str, str, str]], ...] = (
+    ("Llama-3-8B, tokens", "1 sequence of 512", ("llama-3-8b", "decode", "1 x 512")),
+    ("", "64 of 1,024", ("llama-3-8b", "decode", "64 x 1024")),
+    ("", "256 of 512", ("llama-3-8b", "decode", "256 x 512")),
+    ("", "mixed lengths, 64 in flight", ("llama-3-8b", "mix", "64 in flight")),
+    ("", "mixed lengths, 256 in flight", ("llama-3-8b", "mix", "256 in flight")),
     ("Qwen3-0.6B, tokens", "1 sequence of 512", ("qwen3-0.6b", "decode", "1 x 512")),
     ("", "64 of 1,024", ("qwen3-0.6b", "decode", "64 x 1024")),
     ("", "256 of 512", ("qwen3-0.6b", "decode", "256 x 512")),
     ("", "mixed lengths, 256 in flight", ("qwen3-0.6b", "mix", "256 in flight")),
     ("Falcon-7B, tokens", "1 sequence of 512", ("falcon-7b", "decode", "1 x 512")),
     ("", "64 of 1,024", ("falcon-7b", "decode", "64 x 1024")),
-    ("Llama-3-8B, tokens", "1 sequence of 512", ("llama-3-8b", "decode", "1 x 512")),
-    ("", "64 of 1,024", ("llama-3-8b", "decode", "64 x 1024")),
     ("all-MiniLM-L6-v2, texts", "4,096 in float16", ("minilm", "float16", "4096 texts")),
 )
 """The rows of the document: words for a model and a load, and the names of their records."""
@@ -152,49 +155,60 @@ def goals(records: Iterable[Record]) -> str:
 
 
 def document(folder: Path = RESULTS) -> str:
-    """Ten rows for a reader, of the last day's runs on one card; each of the first of them that has its figure."""
+    """Rows for a reader, each of the last run that has its figure, and the machines of these runs."""
     runs = [read(path) for path in sorted(folder.glob("*.jsonl"))]
-    machines = [next((each for each in run if each["part"] == "machine"), {}) for run in runs]
     if not runs:
         return NOTHING
-    last = max(machines, key=lambda machine: str(machine.get("date")))
-    same = [run for run, machine in zip(runs, machines, strict=True) if _identity(machine) == _identity(last)]
-    versions = ", ".join(f"{name} {last[name]}" for name in PACKAGES if name in last)
-    head = "| what | load | per second | times transformers | CUDA graphs |\n|---|---|---|---|---|"
-    rows = [_reader_row(what, load, names, same) for what, load, names in READER]
-    rows.append(f"| completions equal to those of `generate` | {_equality(same)} | - | - | - |")
-    return "\n".join([f"**{last['card']}**, {last.get('date')}: {versions}.", "", head, *rows])
+    head = "| what | load | card | per second | times transformers | CUDA graphs |\n|---|---|---|---|---|---|"
+    found = [_reader_row(what, load, names, runs[::-1]) for what, load, names in READER]
+    rows = [row for row, _ in found]
+    equal, machine = _equality(runs)
+    rows.append(f"| completions equal to those of `generate` | {equal} | {_card(machine)} | - | - | - |")
+    used = {_card(each): each for each in [*(each for _, each in found), machine] if each}
+    return "\n".join([*(f"* **{name}**: {_versions(each)}." for name, each in used.items()), "", head, *rows])
 
 
-def _identity(machine: Record) -> tuple[object, ...]:
-    return machine.get("card"), machine.get("date")
+def _machine(run: Iterable[Record]) -> Record:
+    return next((each for each in run if each["part"] == "machine"), {})
 
 
-def _reader_row(what: str, load: str, names: tuple[str, str, str], runs: list[list[Record]]) -> str:
+def _card(machine: Record) -> str:
+    """A card and the day of its run."""
+    return f"{str(machine['card']).removeprefix('NVIDIA ')}, {machine.get('date')}" if machine else "-"
+
+
+def _versions(machine: Record) -> str:
+    return ", ".join(f"{name} {machine[name]}" for name in PACKAGES if name in machine)
+
+
+def _reader_row(what: str, load: str, names: tuple[str, str, str], runs: list[list[Record]]) -> tuple[str, Record]:
+    """A row of the first run that has its figure, and that run's machine."""
     model, _, of_load = names
     for run in runs:
         by_names = {(each["part"], each.get("model"), each.get("name"), each.get("load")): each for each in run}
         found = by_names.get(("engine", *names)) or by_names.get(("encoder", *names), {})
-        speed = found.get("tokens_per_s") or found.get("texts_per_s")
+        speed = found.get("steady_tokens_per_s") or found.get("tokens_per_s") or found.get("texts_per_s")
         if speed is not None:
             peer = by_names.get(("peers", model, "rows", of_load), {}).get("tokens_per_s")
             times = found.get("of_padded") or (speed / peer if peer else None)
             graphs = by_names.get(("engine", model, "start", None), {}).get("graphs")
-            return f"| {what} | {load} | {speed:,.0f} | {f'{times:.2f}' if times else '-'} | {_cell(graphs)} |"
-    return f"| {what} | {load} | not measured | - | - |"
+            beside, machine = f"{times:.2f}" if times else "-", _machine(run)
+            return f"| {what} | {load} | {_card(machine)} | {speed:,.0f} | {beside} | {_cell(graphs)} |", machine
+    return f"| {what} | {load} | - | not measured | - | - |", {}
 
 
-def _equality(runs: list[list[Record]]) -> str:
-    """How many completions are equal, by dtype, in the run that compared most."""
+def _equality(runs: list[list[Record]]) -> tuple[str, Record]:
+    """How many completions are equal, by dtype, in the run that compared most, and its machine."""
     counts = []
     for run in runs:
         found: dict[str, list[int]] = {}
         for each in (each for each in run if each["part"] == "equality" and "equal" in each):
             total = found.setdefault(each["load"], [0, 0])
             total[0], total[1] = total[0] + each["equal"], total[1] + each["of"]
-        counts.append(found)
-    most = max(counts, key=lambda found: sum(of for _, of in found.values()))
-    return ", ".join(f"{dtype} {equal} of {of}" for dtype, (equal, of) in most.items()) or "not measured"
+        counts.append((found, _machine(run)))
+    most, machine = max(counts, key=lambda pair: sum(of for _, of in pair[0].values()))
+    text = ", ".join(f"{dtype} {equal} of {of}" for dtype, (equal, of) in most.items())
+    return (text, machine) if text else ("not measured", {})
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu.tables import NOTHING, RESULTS, document, goals, read, tables
+from benchmarks.gpu.tables import NOTHING, READER, RESULTS, document, goals, read, tables
 from tests.support.paths import ROOT
 
 RUN = ROOT / "benchmarks" / "gpu" / "run.sh"
@@ -131,13 +131,17 @@ def test_goals_are_reached_missed_or_not_measured() -> None:
     assert sum(line.startswith("not measured") for line in lines) == len(lines) - 2
 
 
-def test_a_document_has_ten_rows_of_the_last_day_and_no_run_that_failed(tmp_path: Path) -> None:
+def test_a_document_has_rows_of_the_last_run_that_has_them_and_no_run_that_failed(tmp_path: Path) -> None:
     assert document(tmp_path) == NOTHING
     decode = {"part": "engine", "model": "llama-3-8b", "name": "decode", "load": "64 x 1024", "tokens_per_s": 1352.5}
+    wide = {**decode, "load": "256 x 512", "tokens_per_s": 7}
     rows = {**decode, "part": "peers", "name": "rows", "tokens_per_s": 1922.2}
     equal = {"part": "equality", "model": "llama", "load": "float32", "equal": 24, "of": 24}
     for name, records in (
-        ("2027-01-31-card", [{"part": "machine", "card": "Card", "date": "2027-01-31"}, {**decode, "tokens_per_s": 1}]),
+        (
+            "2027-01-31-card",
+            [{"part": "machine", "card": "Card", "date": "2027-01-31"}, {**decode, "tokens_per_s": 1}, wide],
+        ),
         ("2027-02-01-card", [{"part": "machine", "card": "Card", "date": "2027-02-01"}, decode, rows]),
         (
             "2027-02-01-card-2",
@@ -151,10 +155,11 @@ def test_a_document_has_ten_rows_of_the_last_day_and_no_run_that_failed(tmp_path
     ):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
     text = document(tmp_path)
-    assert text.startswith("**Card**, 2027-02-01: ")
-    assert text.count("\n| ") == 11
-    assert "|  | 64 of 1,024 | 1,352 | 0.70 | - |" in text
-    assert "| float32 48 of 48 |" in text
+    assert text.startswith("* **Card, 2027-02-01**: ")
+    assert text.count("\n| ") == len(READER) + 2
+    assert "|  | 64 of 1,024 | Card, 2027-02-01 | 1,352 | 0.70 | - |" in text
+    assert "|  | 256 of 512 | Card, 2027-01-31 | 7 | - | - |" in text
+    assert "| float32 48 of 48 | Card, 2027-02-01 |" in text
     assert "failed" not in text
 
 
