@@ -66,9 +66,9 @@ def build_model(context_length: int = 1024) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-def build_packed_model(context_length: int = 1024) -> LlamaForCausalLM:
+def build_packed_model(context_length: int = 1024, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
     """The same, as the server runs it."""
-    model = build_model(context_length)
+    model = build_model(context_length).to(dtype)
     accelerate(model)
     return model
 

@@ -87,6 +87,7 @@ class LeanClient:
                 successor = next(waiting, None)
                 if successor is None:
                     del numbers[place]
+                    poll.unregister(place)  # the server may close it before the others have their answers
                 else:
                     numbers[place] = successor
                     sent_s[successor] = time.perf_counter()

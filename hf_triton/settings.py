@@ -161,7 +161,7 @@ class ModelSettings(BaseModel):
 
     gguf_file: Annotated[str, AfterValidator(_check_file_name)] | None = None
     """The GGUF file to load: its name in the repository or folder, or the end of it, the quantisation (`Q4_K_M`). By
-    default, if there are no other weights, the only one. Its weights are dequantised at load."""
+    default, if there are no other weights, the only one. On a CPU its layers keep their bits unless `dtype` is set."""
 
     tokenizer: Annotated[str, annotated_types.MinLen(1)] | None = None
     """Hub name or path of a tokenizer to use instead of the model's own."""
@@ -206,6 +206,11 @@ class ModelSettings(BaseModel):
     quantization_config: dict[str, Any] = {}
     """transformers' quantization config as JSON: `{"quant_method": "bitsandbytes", "load_in_4bit": true}`. The method's
     package must be installed."""
+
+    weights: Literal["auto", "int8", "int4"] = "auto"
+    """Bits that linear layers of a language model keep on a CPU. Each is rounded when its weight is read: `int8` keeps
+    8 bits, `int4` 4 bits, with a scale for each 32 numbers; the output head and the embeddings have 8 bits in both.
+    `auto` rounds nothing. Not with a GPU, a quantised checkpoint or tasks of encoders: see docs/quantisation.md."""
 
     trust_remote_code: bool = False
     """Whether to run Python code from the model's repository. Turn it on only for repositories that you trust."""
@@ -279,6 +284,13 @@ class ModelSettings(BaseModel):
     `max_num_seqs` sequences take. The prefix cache keeps as many as fit; on a CPU no more than 64 MiB of them, or the
     size of the weights if that is more. 0 keeps none, and no prefix is reused."""
 
+    prompt_lookup: Annotated[int, annotated_types.Ge(0), annotated_types.Le(16)] = 0
+    """Maximum number of tokens that the continuous engine proposes for a sequence in a step: those that followed its
+    last three tokens where they stand before in its prompt or completion. The model checks them in one step, so text
+    that repeats its prompt comes several tokens at a time, and stays what it is without; 8 is a good start. 0 proposes
+    none. What a proposed token costs is timed at load: with more sequences than it pays for none is proposed, nor for a
+    sequence whose proposals fail."""
+
     decoding: Literal["auto", "eager", "cuda_graphs"] = "auto"
     """How the continuous engine, and an encoder that PyTorch computes, run the forwards of small steps (up to 1,024
     tokens) on a GPU. `auto` captures them as CUDA graphs at load, and runs them eagerly, with a reason in the log, if
@@ -351,6 +363,11 @@ class ModelSettings(BaseModel):
     `--grpc-header-forward-pattern`."""
 
     @property
+    def bits(self) -> int | None:
+        """The number of bits that the setting `weights` names; None: weights are not rounded."""
+        return {"int8": 8, "int4": 4}.get(self.weights)
+
+    @property
     def has_weights(self) -> bool:
         """Whether the folder computes with its model."""
         return self.task != "tokenization"
@@ -359,6 +376,11 @@ class ModelSettings(BaseModel):
     def _check_together(self) -> Self:
         if self.load_format == "dummy" and self.quantization_config:
             raise ValueError("quantization_config needs real weights: leave it out, or set load_format to auto")
+        if self.bits is not None and (self.quantization_config or self.gguf_file or self.runtime != "torch"):
+            raise ValueError(
+                "weights rounds a checkpoint of full precision that torch computes: leave out quantization_config, "
+                "gguf_file and runtime, or weights"
+            )
         if self.gguf_file and (self.quantization_config or self.runtime != "torch"):
             raise ValueError(
                 "a GGUF file has its own quantisation and is computed by torch: leave out runtime and "

@@ -99,7 +99,7 @@ def _grow_on_demand(runner: ModelRunner, max_cache_tokens: int | None, options: 
     bytes_per_token, slot_tokens = runner.memory_per_token()
     budget = TokenBudget(bytes_per_token, max_cache_tokens)
     num_blocks = max(1, budget.most // runner.block_size)
-    kept_bytes = max(config.min_kept_bytes, runner.model.get_memory_footprint(return_buffers=False))
+    kept_bytes = max(config.min_kept_bytes, runner.model.get_memory_footprint())
     kept_tokens = kept_bytes // sum(bytes_per_token.values())
     num_states = _num_kept(runner, options, budget.most, slot_tokens)
     runner.allocate(num_blocks, max_num_seqs)

@@ -85,6 +85,7 @@ def build_engine(model: Any, wanted: EngineName, options: EngineOptions) -> Gene
             "max_cache_tokens": options.max_cache_tokens is not None,
             "gpu_memory_fraction": options.gpu_part.is_set,
             "decoding": options.decoding not in ("auto", "eager"),
+            "prompt_lookup": options.prompt_lookup > 0,
         }
         for name in filter(ignored.get, ignored):
             logger.warning("engine batch ignores the setting %s", name)

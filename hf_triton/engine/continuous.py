@@ -18,6 +18,7 @@ from hf_triton.engine.executor import Executor
 from hf_triton.engine.generate_calls import GenerateCalls
 from hf_triton.engine.generation import GenerationWorker
 from hf_triton.engine.options import EngineOptions
+from hf_triton.engine.proposal_costs import find_costs
 from hf_triton.engine.protocols import EngineLoad
 from hf_triton.engine.recovery import Recovery
 from hf_triton.engine.scheduler import Scheduler
@@ -48,7 +49,10 @@ class ContinuousBatchingEngine(GenerationWorker):
             self.runner.allocate_slots()
         self.memory = allocate_cache(self.runner, options)
         self.runner.warm_up()
-        self.slower += capture_forwards(options.decoding, self.runner.device, lambda: self.runner.capture(max_num_seqs))
+        num_proposed = self._num_proposed(options.prompt_lookup)
+        self.slower += capture_forwards(
+            options.decoding, self.runner.device, lambda: self.runner.capture(max_num_seqs, num_proposed)
+        )
         self.slower += self.runner.partly
         if self.runner.device.type == "cuda":
             prepare_draws(self.runner.run_token())
@@ -62,6 +66,7 @@ class ContinuousBatchingEngine(GenerationWorker):
             and not way.prefills_whole
             and (not self.runner.cache.has_states or self.memory.pool.states.num_slots > 0),
             joins_images=way.joins_images,
+            proposals=find_costs(self.runner, max_num_seqs, num_proposed, config) if num_proposed else None,
             runs_ahead=self.runner.device.type == "cuda" if config.runs_ahead is None else config.runs_ahead,
         )
         numbers = itertools.count()
@@ -78,6 +83,14 @@ class ContinuousBatchingEngine(GenerationWorker):
         self.recovery = Recovery(self.scheduler, self.memory)
         self._calls = GenerateCalls(self, model, alone=True) if images == "generate" else None
         self.thread.start()
+
+    def _num_proposed(self, wanted: int) -> int:
+        """The most tokens of a proposal; 0 for a model whose computed tokens cannot be taken back."""
+        runner = self.runner
+        if wanted and (runner.cache.has_states or runner.way.prefills_whole):
+            logger.warning("the setting prompt_lookup does nothing: this model's states cannot roll back")
+            return 0
+        return wanted
 
     def _start(self, group: SequenceGroup, number: int) -> None:
         self.start(group, arrival_number=number)

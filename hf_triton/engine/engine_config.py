@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from hf_triton.engine.prompt_lookup import ProposalCosts
     from hf_triton.runner.device import ChunkSizes
 
 
@@ -33,6 +34,8 @@ class EngineConfig:
     """The prefix cache keeps a model's states every so many tokens of a context, and where it ends."""
     spare_image_tokens: int = 4096
     """Images of as many tokens keep their features when no request needs them any more, until the engine is idle."""
+    proposal_cost: float | None = None
+    """The part of a decoding step that a proposed token costs, see `ProposalCosts`; None: it is timed at load."""
     runs_ahead: bool | None = None
     """Whether a step may start before the tokens of the last one are read; None: on a GPU."""
 
@@ -56,6 +59,8 @@ class ModelTraits:
     """Whether full blocks are published."""
     joins_images: bool = False
     """Whether the tokens of an image attend to each other, so that an image is never cut."""
+    proposals: ProposalCosts | None = None
+    """What proposed tokens cost; None: none are proposed."""
     runs_ahead: bool = False
     """Whether a decoding step may start before the tokens of the last one are read."""
 

@@ -18,6 +18,7 @@ from hf_triton.runner.step import Step, TokenRange
 from hf_triton.runner.step_tensors import InflightTokens
 from hf_triton.runner.transfer import ToHost, to_index
 from hf_triton.sampling.logprobs import PendingLogprobs
+from hf_triton.sampling.proposal import Proposal
 from hf_triton.sampling.sampler import SampledTokens
 from hf_triton.sampling.sequence_sampler import SequenceSampler
 
@@ -28,20 +29,24 @@ class InflightStep:
 
     step: Step
     sequence_ids: tuple[int, ...]
-    """Sequences that sample, in the order of `sampled`."""
+    """Sequences that sample, in the order of `sampled`, which has tokens of proposals behind theirs."""
     sampled: SampledTokens | None
     prompt_scores: dict[int, PendingLogprobs]
     are_finite: ToHost | None
     """Whether each of the step's full blocks is."""
+    proposals: dict[int, Proposal]
+    """By the sequence's id."""
 
     def read(self) -> StepOutput:
         tokens = self.sampled.read() if self.sampled else []
+        next_tokens = dict(zip(self.sequence_ids, tokens, strict=False))
         are_finite = self.are_finite.tolist() if self.are_finite else []
         return StepOutput(
             self.step,
-            dict(zip(self.sequence_ids, tokens, strict=True)),
+            next_tokens,
             {sequence_id: scores.read() for sequence_id, scores in self.prompt_scores.items()},
             frozenset(itertools.compress(self.step.full_blocks, are_finite)),
+            {number: each.further(next_tokens[number], tokens) for number, each in self.proposals.items()},
         )
 
     def tokens(self) -> InflightTokens | None:
@@ -104,6 +109,7 @@ class Executor:
         rows: list[int] = []
         sequence_ids: list[int] = []
         scores: dict[int, PendingLogprobs] = {}
+        proposing: list[tuple[TokenRange, int]] = []
         for token_range in step.ranges:
             if token_range.num_top_logprobs is not None:
                 scored = logits[first : first + token_range.num_scored]
@@ -111,15 +117,28 @@ class Executor:
                 scores[token_range.sequence_id] = PendingLogprobs(scored, tokens, token_range.num_top_logprobs)
             rows += [first + token_range.num_scored] * len(token_range.samples)
             sequence_ids += token_range.samples
-            first += token_range.num_scored + bool(token_range.samples)
+            if token_range.num_drafted:
+                proposing.append((token_range, first + 1))
+            first += token_range.num_rows
         if not rows:
-            return InflightStep(step, (), None, scores, are_finite)
+            return InflightStep(step, (), None, scores, are_finite, {})
+        samplers = [self.samplers[sequence_id] for sequence_id in sequence_ids]
+        num_ahead = [int(pending is not None and number in pending.sequence_ids) for number in sequence_ids]
+        proposals: dict[int, Proposal] = {}
+        for token_range, first in proposing:
+            sampler, num = self.samplers[token_range.sequence_id], token_range.num_drafted
+            own = range(first, first + num)
+            # A copy: a graph's next replay writes its logits to the same place.
+            kept = logits[to_index(own, logits.device)] if sampler.edits_logits else None
+            proposals[token_range.sequence_id] = Proposal(token_range.token_ids[-num:], sampler, len(rows), kept)
+            if kept is None:
+                rows += own
+                samplers += [sampler] * num
+                num_ahead += range(1, num + 1)
         if rows != list(range(len(logits))):
             logits = logits[to_index(rows, logits.device)]
-        samplers = [self.samplers[sequence_id] for sequence_id in sequence_ids]
-        num_ahead = [int(sequence_id in pending.sequence_ids) for sequence_id in sequence_ids] if pending else 0
         sampled = SampledTokens(logits, samplers, num_ahead)
-        return InflightStep(step, tuple(sequence_ids), sampled, scores, are_finite)
+        return InflightStep(step, tuple(sequence_ids), sampled, scores, are_finite, proposals)
 
     def _are_finite(self, blocks: tuple[int, ...]) -> ToHost:
         """Look at the last layer with keys, to which NaN and infinity spread; without keys nothing is hidden."""

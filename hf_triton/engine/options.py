@@ -33,6 +33,8 @@ class EngineOptions:
     """Whether a prompt reuses the blocks of an earlier one that begins like it."""
     prefix_state_fraction: float = 0.25
     """States of prefixes take so much of what the KV cache and the states of `max_num_seqs` sequences take."""
+    prompt_lookup: int = 0
+    """The most tokens that a decoding sequence proposes in a step; 0: none, see `PromptLookup`."""
     decoding: DecodingMode = "auto"
     """Whether a GPU's small steps are captured as graphs; `cuda_graphs` requires it."""
     adapters: Adapters | None = None

@@ -39,6 +39,9 @@ class Observer:
     def on_step(self, num_sequences: int) -> None:
         """A step has given `num_sequences` sequences their next token."""
 
+    def on_proposal(self, num_proposed: int, num_accepted: int) -> None:
+        """A step has computed a sequence's proposal of `num_proposed` tokens; the first `num_accepted` were right."""
+
     def on_preempt(self, num_sequences: int) -> None:
         """`num_sequences` running sequences go back to the queue."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -36,6 +36,8 @@ class StepOutput:
     """Log probabilities of the scored prompt tokens, by the sequence's id."""
     finite_blocks: frozenset[int] = frozenset()
     """The step's full blocks that have neither NaN nor infinity."""
+    further: Mapping[int, Iterable[SampledToken]] = field(default_factory=dict)
+    """The tokens behind the next one of each sequence with a proposal; each is drawn when it is asked for."""
 
 
 class Scheduler:
@@ -93,7 +95,8 @@ class Scheduler:
         3. The features of an image are computed in a step before the one that has its tokens, an image a step.
         4. A context whose last token is in the step samples the token that follows. Sequences of one prompt wait for
            the first of them, and share its blocks then.
-        5. A step may be scheduled before the tokens of the last one are read. A sequence sits it out if the host must
+        5. A decoding sequence computes what it proposes, too, where that pays and blocks are free.
+        6. A step may be scheduled before the tokens of the last one are read. A sequence sits it out if the host must
            see its token first.
         """
         draft, keeps_states = StepDraft(self._traits, self.features), self._traits.keeps_states
@@ -112,6 +115,7 @@ class Scheduler:
             self._schedule_contexts(draft)
         else:
             self._cuts_context = False
+        draft.add_proposals(self._memory, self.running)
         step = draft.build(self._notes, self._prefixes)
         self._awaiting = draft.awaiting
         if step.ranges:
@@ -246,7 +250,7 @@ class Scheduler:
         for tokens in output.step.ranges:
             sequence = self._sequences.get(tokens.sequence_id)
             if sequence and sequence.blocks[: len(tokens.block_table)] == tokens.block_table:  # not preempted since
-                if output.step.full_blocks:
+                if output.step.full_blocks and not tokens.num_drafted:
                     self._prefixes.publish(sequence, tokens, output.finite_blocks)
                 if sequence.wants_scores:
                     sequence.add_scores(output.prompt_scores.get(sequence.id, []), tokens.end)
@@ -259,7 +263,10 @@ class Scheduler:
             sequence = self._sequences.get(sequence_id)
             if sequence and sequence.num_inflight:
                 num_known += 1
-                self._append(sequence, token)
+                if sequence_id in output.further:
+                    self._append_accepted(sequence, token, output)
+                else:
+                    self._append(sequence, token)
         if num_known:
             self._observer.on_step(num_known)
         while self._unread and (step := self._unread.pop(0)) is not output.step:
@@ -268,7 +275,28 @@ class Scheduler:
 
     def _append(self, sequence: Sequence, token: SampledToken) -> None:
         sequence.num_inflight -= 1
-        is_done = sequence.append(token)
+        self._after_append(sequence, is_done=sequence.append(token))
+
+    def _append_accepted(self, sequence: Sequence, token: SampledToken, output: StepOutput) -> None:
+        """Append the tokens of a sequence with a proposal, and take back the blocks of what is rejected."""
+        part = next(part for part in output.step.ranges if part.sequence_id == sequence.id)
+        has_blocks = sequence.blocks == part.block_table  # not preempted since
+        sequence.num_inflight -= 1
+        num_drawn, is_done = 1, sequence.append(token)
+        further = iter(output.further[sequence.id])
+        while not is_done and (behind := next(further, None)) is not None:
+            num_drawn, is_done = num_drawn + 1, sequence.append(behind)
+        if has_blocks:
+            sequence.num_computed = part.start + num_drawn
+            if output.step.full_blocks:
+                self._prefixes.publish(sequence, part._replace(end=sequence.num_computed), output.finite_blocks)
+            num_kept = self._memory.num_blocks(sequence.num_computed)
+            self._pool.release(sequence.blocks[num_kept:])
+            del sequence.blocks[num_kept:]
+        self._observer.on_proposal(part.num_drafted, num_drawn - 1)
+        self._after_append(sequence, is_done=is_done)
+
+    def _after_append(self, sequence: Sequence, *, is_done: bool) -> None:
         if sequence.trial and sequence.num_tokens > sequence.failed_length:
             sequence.trial = 0
         if is_done:

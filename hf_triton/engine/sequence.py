@@ -9,9 +9,11 @@ import time
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from hf_triton.engine.group import Group, Listener
+from hf_triton.engine.prompt_lookup import PromptLookup, PromptNgrams
 from hf_triton.errors import DeadlineExceededError, HfTritonError, panics_as_errors, where
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.types import Constraint, LogitsProcessor, TokenLogprobs
@@ -144,6 +146,11 @@ class SequenceGroup(Group[list[Completion]]):
     no_room_since_s: float | None = field(default=None, init=False)
     """It has waited for memory since, while nothing else runs; None: it does not."""
 
+    @cached_property
+    def ngrams(self) -> PromptNgrams:
+        """Those of the prompt, for proposals."""
+        return PromptNgrams(self.prompt_ids)
+
     def take_turn(self, budget: int, *, takes_any: bool) -> int:
         """Take the prompt; it costs as many as it has sequences."""
         cost = self.params.num_sequences
@@ -232,6 +239,8 @@ class Sequence:
     """The digest where the prefix cache has the last states that it kept while decoding."""
     siblings: list[Sequence] = field(default_factory=list)
     """Sequences of its group that wait for it to compute the prompt."""
+    lookup: PromptLookup | None = None
+    """Proposes its next tokens; None: it has not been asked."""
     prompt_scores: list[TokenLogprobs] = field(default_factory=list)
     """Log probabilities of the prompt tokens computed so far."""
 
@@ -295,6 +304,19 @@ class Sequence:
         if self.finish_reason:
             self.group.finish_if_complete()
         return self.finish_reason is not None
+
+    def propose(self, most: int, cost: float) -> list[int]:
+        """Tokens that may follow those that it has, see `PromptLookup.propose`.
+
+        A logits processor is the user's own code, and called once for each token that the sequence gets: none then.
+        """
+        most = min(most, self.group.params.max_new_tokens - len(self.token_ids) - 1)
+        if most <= 0 or self.trial or self.sampler.processor is not None:
+            return []
+        if self.lookup is None:
+            self.lookup = PromptLookup(self.group.prompt_ids, self.group.ngrams)
+        self.lookup.follow(self.token_ids)
+        return self.lookup.propose(most, cost)
 
     def add_scores(self, scores: list[TokenLogprobs], num_tokens: int) -> None:
         """Note the log probabilities of its first prompt tokens; the group has them when all are known."""

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection
 from typing import Final
 
+from hf_triton.engine.block_memory import BlockMemory
 from hf_triton.engine.block_pool import BlockPool
 from hf_triton.engine.engine_config import ModelTraits
 from hf_triton.engine.image_features import ImageFeatures
@@ -63,6 +66,7 @@ class StepDraft:
         self._features = features
         self._budget = 0  # tokens of chunks that it may compute in all
         self._is_decoding = False
+        self._proposal_cost = math.inf
 
     def begin_chunks(self) -> None:
         """What is added from now on are chunks of contexts, within a budget."""
@@ -138,6 +142,40 @@ class StepDraft:
         sequence.num_computed = end
         self.num_left = max(0, self.num_left - num_tokens)
 
+    def add_proposals(self, memory: BlockMemory, running: Collection[Sequence]) -> None:
+        """Compute what decoding sequences propose, where their own blocks and free ones have room.
+
+        A step that is scheduled while they are in flight finds the blocks that running sequences need then.
+
+        None goes past the length at which keys are computed anew.
+        """
+        costs = self._traits.proposals
+        if costs is None or (cost := costs.cost(len(running))) >= 1:
+            return
+        self._proposal_cost = cost
+        pool, num_needed = memory.pool, 0
+        if self._traits.runs_ahead:
+            ends = [(each, each.num_tokens + each.num_inflight) for each in running]
+            num_needed = sum([max(0, memory.num_blocks(end) - len(each.blocks)) for each, end in ends])
+        for sequence, part in self.ranges.items():
+            if not part.is_decode or not part.token_ids or part.samples != (sequence.id,):
+                continue
+            room = (len(sequence.blocks) + max(0, pool.num_free - num_needed)) * memory.block_size - part.end
+            num_short = self._traits.recompute_length - 1 - sequence.num_tokens
+            most = min(costs.most, room, num_short if num_short >= 0 else math.inf)
+            if not (proposal := sequence.propose(int(most), cost)):
+                continue
+            end, images = part.end + len(proposal), sequence.group.images
+            while len(sequence.blocks) < memory.num_blocks(end):
+                sequence.blocks.append(pool.allocate())
+            self.ranges[sequence] = part._replace(
+                end=end,
+                token_ids=[*part.token_ids, *proposal],
+                block_table=sequence.blocks[:],
+                num_drafted=len(proposal),
+                positions=images.positions_of(part.start, end) if images else None,
+            )
+
     def remove(self, sequence: Sequence) -> TokenRange | None:
         """Take back what was added of a sequence that is preempted; what it was to sample is not in flight."""
         tokens = self.ranges.pop(sequence, None)
@@ -189,4 +227,8 @@ class StepDraft:
     def _must_be_read(self, sequence: Sequence) -> bool:
         """Whether the host must see a sequence's tokens in flight before the next one is computed."""
         num_tokens = sequence.num_tokens + sequence.num_inflight
-        return sequence.sampler.needs_host or num_tokens == self._traits.recompute_length
+        if sequence.sampler.needs_host or num_tokens == self._traits.recompute_length:
+            return True
+        return self._proposal_cost < 1 and (
+            self.ranges[sequence].num_drafted > 0 or bool(sequence.propose(1, self._proposal_cost))
+        )

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from hf_triton.errors import HubError
 from hf_triton.hub.download_parent import download
-from hf_triton.hub.gguf import SUFFIX, find_gguf
+from hf_triton.hub.gguf import SUFFIX, find_gguf, part_names
 from hf_triton.hub.locate import Hub
 from hf_triton.settings import ModelSettings
 
@@ -47,9 +47,10 @@ def fetch(model_folder: Path, settings: ModelSettings, progress: Progress) -> Pa
 
 
 def unused_files(folder: Path, settings: ModelSettings) -> set[Path]:
-    """The GGUF files of a checkpoint's folder that are not the one of the settings."""
+    """The GGUF files of a checkpoint's folder that are not the one of the settings, or its parts."""
     gguf = find_gguf(folder, settings.gguf_file)
-    return {path for path in folder.rglob(f"*{SUFFIX}") if gguf is not None and path.name != Path(gguf).name}
+    used = part_names(Path(gguf).name) if gguf else ()
+    return {path for path in folder.rglob(f"*{SUFFIX}") if used and path.name not in used}
 
 
 def in_typed_words(error: HubError) -> HubError:

@@ -32,7 +32,7 @@ from hf_triton.folders.weight_bytes import build_without_weights, dtype_name, lo
 from hf_triton.hub.failures import FOLDER_HINT, explain_download
 from hf_triton.hub.kind import find_task
 from hf_triton.hub.locate import Hub
-from hf_triton.hub.pretrained import gguf_of, is_quantized, stored_quantization
+from hf_triton.hub.pretrained import gguf_of, is_quantized, keeps_gguf_bits, stored_quantization
 from hf_triton.hub.scales import check_scales
 from hf_triton.hub.sizes import check_sizes
 from hf_triton.hub.spec import CheckpointSpec
@@ -215,6 +215,7 @@ class FolderCheck:
             check_attention,
             check_known,
             check_quantization,
+            check_small_weights,
             model_class,
         )
         from hf_triton.runner.outline import measure_outline
@@ -225,6 +226,10 @@ class FolderCheck:
             architecture = architecture_names(model_config)
             check_known(found, model_config, settings)
             check_attention(found, model_config, settings)
+            is_on_cpu = device_of(config).type == "cpu"
+            check_small_weights(checkpoint, model_config, settings, auto_class_name, is_on_cpu=is_on_cpu)
+            if settings.bits is not None:
+                self._add("quantisation", "ok", f"layers are rounded to {settings.weights} at load, one by one")
             if task is not None:
                 task.check_config(model_config, settings)
                 task.check_files(checkpoint, settings)
@@ -241,7 +246,9 @@ class FolderCheck:
             with self._errors("weights"):
                 check_sizes(kind, checkpoint, model_config, settings)
             dtype = dtype_name(model_config, settings).replace("None", "float32")
-            self._add("quantisation", "ok", f"GGUF, undone at load: the weights become {dtype}")
+            is_kept = keeps_gguf_bits(settings, is_on_cpu=device_of(config).type == "cpu")
+            how = "layers of 4 to 8 bits keep them, others" if is_kept else "undone at load: the weights"
+            self._add("quantisation", "ok", f"GGUF, {how} become {dtype}")
         with self._errors("quantisation"):
             if quantization := check_quantization(model_config, settings):
                 method, is_undone, why = quantization
@@ -256,7 +263,10 @@ class FolderCheck:
             with self._errors("memory"):
                 read_dtype(checkpoint, model_config, settings)
                 model = build_without_weights(kind, checkpoint, model_config, settings)
-                num_bytes = loaded_bytes(checkpoint, model_config, model, settings, from_files=not is_undone)
+                is_on_cpu = device_of(config).type == "cpu"
+                num_bytes = loaded_bytes(
+                    checkpoint, model_config, model, settings, from_files=not is_undone, is_on_cpu=is_on_cpu
+                )
                 outline = None if task or model_config.is_encoder_decoder or not model else measure_outline(model)
                 self._check_memory(num_bytes, model_config, settings, device_of(config), outline)
 

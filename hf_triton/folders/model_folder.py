@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from hf_triton.errors import HfTritonError, HubError, SettingsError, clip
-from hf_triton.hub.gguf import SUFFIX
+from hf_triton.hub.gguf import PART, SUFFIX
 from hf_triton.protocol.names import TaskName
 from hf_triton.settings import LoadedSettings, ModelSettings, hub_name, load_settings
 
@@ -35,7 +35,8 @@ def folder_name(settings: Mapping[str, str], taken: Collection[str] = ()) -> str
     takes what follows one for a LoRA adapter.
     """
     model, gguf = Path(settings["huggingface_model"]).name, settings.get("gguf_file")
-    last = model if gguf is None else Path(gguf).stem if gguf.endswith(SUFFIX) else f"{model}-{gguf}"
+    file = Path(PART.sub(SUFFIX, gguf or ""))
+    last = model if gguf is None else file.stem if gguf.endswith(SUFFIX) else f"{model}-{gguf}"
     name = re.sub(r"[^a-z0-9._-]+", "-", last.lower()).strip("-.") or "model"
     number = 2
     unique = name

@@ -13,7 +13,7 @@ from hf_triton.folders.capacity import Room
 from hf_triton.folders.cards import CARDS, CPU
 from hf_triton.folders.outlined import Outlined
 from hf_triton.folders.weight_bytes import BYTES, build_without_weights, dtype_name, loaded_bytes
-from hf_triton.hub.pretrained import SPEECH, check_quantization, is_quantized
+from hf_triton.hub.pretrained import SPEECH, check_quantization, check_small_weights, is_quantized
 from hf_triton.runner.budget import FreeMemory, size_words
 from hf_triton.runner.device import DEFAULT_NUM_SEQS, MAX_NUM_SEQS
 from hf_triton.runner.gpu_memory import USED_FRACTION
@@ -68,9 +68,17 @@ class SizeReport:
 
     def _weights(self) -> int:
         found, is_undone = self._found, False
+        check_small_weights(found.folder, found.config, found.settings, None, is_on_cpu=self._gpu == CPU)
         if self._gpu == CPU and (quantization := check_quantization(found.config, found.settings)):
             is_undone = quantization[1]
-        weights = loaded_bytes(found.folder, found.config, self._model, found.settings, from_files=not is_undone)
+        weights = loaded_bytes(
+            found.folder,
+            found.config,
+            self._model,
+            found.settings,
+            from_files=not is_undone,
+            is_on_cpu=self._gpu == CPU,
+        )
         if weights is None:
             raise CheckpointError(
                 "unsupported_model",

@@ -86,10 +86,10 @@ def fetch_models(folders: Iterable[Path], progress: Progress) -> Mapping[str, Hf
 
 def _refuse_settings(word: str, settings: Mapping[str, str], *, stream: bool) -> None:
     if settings or stream:
-        raise HfTritonError(
-            "wrong_usage",
-            f"--set, --task and --stream are for models without a folder: edit the config.pbtxt in {word}",
-        )
+        remedy = f"edit the config.pbtxt in {word}"
+        if word == DEMO_NAME and not Path(word).exists():
+            remedy = "the demo model takes settings from the environment, such as HF_TRITON_PROMPT_LOOKUP=8"
+        raise HfTritonError("wrong_usage", f"--set, --task and --stream are for models without a folder: {remedy}")
 
 
 def _link(folder: Path, repository: Path) -> None:

@@ -6,10 +6,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
+from hf_triton.hub.gguf_header import check_gguf
 from hf_triton.hub.graph_facts import check_graph
-from hf_triton.hub.pretrained import gguf_of, is_quantized, loading
+from hf_triton.hub.pretrained import gguf_of, is_quantized, keeps_gguf_bits, loading
 from hf_triton.hub.sizes import build_on_meta, read_safetensors_header, read_stored
 from hf_triton.hub.snapshot import weight_files
+from hf_triton.runner.cpu import small_layers
 from hf_triton.settings import ModelSettings
 
 BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -18,12 +20,12 @@ BYTES_IN_FILE: Final = {"F32": 4, "F16": 2, "BF16": 2}
 
 
 def loaded_bytes(
-    folder: Path, config: Any, model: Any, settings: ModelSettings, *, from_files: bool = True
+    folder: Path, config: Any, model: Any, settings: ModelSettings, *, from_files: bool = True, is_on_cpu: bool = False
 ) -> int | None:
     """Bytes of a checkpoint's weights in the dtype that they are loaded in; None: nothing on disk says.
 
     `model` is that of `build_without_weights`, since files may hold tied tensors twice, and those of another head;
-    `from_files` says whether files have the dtypes and shapes that are loaded.
+    `from_files` says whether files have the dtypes and shapes that are loaded, `is_on_cpu` where the model computes.
 
     Raises:
         LoadError: A file is damaged, or a graph is not for this machine.
@@ -31,11 +33,18 @@ def loaded_bytes(
     if settings.runtime != "torch":
         _, file = check_graph(folder, settings)
         return sum(path.stat().st_size for path in folder.glob(f"{file.name}*"))
-    from_files = from_files and not gguf_of(folder, settings)
+    gguf = gguf_of(folder, settings)
+    if gguf and model is not None and keeps_gguf_bits(settings, is_on_cpu=is_on_cpu):
+        from hf_triton.hub.gguf_weights import bytes_as_loaded
+
+        return bytes_as_loaded(check_gguf(folder / gguf, settings.huggingface_model), model)
+    from_files = from_files and not gguf
     num_bytes = _bytes_in_safetensors(folder, config, settings) if from_files else None
     is_as_stored = num_bytes is not None and is_quantized(config)
     if model is None or is_as_stored:
         return num_bytes
+    if settings.bits is not None and (small := small_layers()):
+        return int(small.small_bytes(model, settings.bits))
     return int(model.get_memory_footprint(return_buffers=False))
 
 

@@ -28,7 +28,7 @@ from typing import Any, Final, TypeVar
 from hf_triton.errors import CheckpointError, HubError
 from hf_triton.files import ADAPTER_IS_PICKLE, ADAPTER_PICKLE
 from hf_triton.hub.failures import Failure, explain_download, incomplete_on_hub, is_transient, one_line
-from hf_triton.hub.gguf import SAFETENSORS, choose_gguf
+from hf_triton.hub.gguf import SAFETENSORS, choose_gguf, part_names
 from hf_triton.hub.headers import write_header
 from hf_triton.hub.kernels import fitting_builds
 from hf_triton.hub.kind import describe_other_kind
@@ -111,9 +111,9 @@ class Downloader:
         if spec.headers_only:
             small = [name for name in small if name.endswith((".json", ".py")) and name not in TOKENIZER_FILES]
         if gguf is not None and spec.headers_only:
-            return self._fetch_headers([gguf], sizes, commit)
+            return self._fetch_headers(part_names(gguf), sizes, commit)
         if gguf is not None:
-            return self._fetch([*small, gguf], sizes, commit)
+            return self._fetch([*small, *part_names(gguf)], sizes, commit)
         if not small:
             self._check_kind(self._repository, sizes)
         snapshot = self._fetch(small, sizes, commit)

@@ -25,6 +25,9 @@ FREQUENCIES: Final = "rope_freqs.weight"
 """A tensor that divides each pair's frequency, as Llama 3.1 and later have it."""
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 """Tensors of the same kind, for contexts beyond the one that the model was first trained with, and for others."""
+HEAD: Final = "output.weight"
+TIED: Final = ("falcon", "bloom")
+"""Architectures that transformers ties whatever a file has."""
 LLAMA3: Final = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What all models have whose frequencies are divided so."""
 ATTRIBUTES: Final = {
@@ -47,11 +50,13 @@ def apply_header(config: Any, header: GgufHeader, file: Path, name: str) -> None
         CheckpointError: The header asks for what is not served, or contradicts itself.
     """
     own = header.own
+    if len(header.files) > 1 and header.architecture not in TIED:  # by the tensors of one part, transformers cannot say
+        config.tie_word_embeddings = HEAD not in header.tensors
     read = _read_keys(header.architecture)
     if read is not None:
         _apply_attributes(config, own, read, file.name)
     try:
-        scaling = _scaling(config, header, file)
+        scaling = _scaling(config, header)
         if scaling is not None:
             _scale(config, scaling)
     except ValueError as error:
@@ -95,7 +100,7 @@ def _apply_attributes(config: Any, own: dict[str, Any], read: set[str], file_nam
         )
 
 
-def _scaling(config: Any, header: GgufHeader, file: Path) -> dict[str, Any] | None:
+def _scaling(config: Any, header: GgufHeader) -> dict[str, Any] | None:
     """What a header says of positions, as transformers' `rope_parameters` without their base; None: nothing."""
     own, prefix = header.own, "rope.scaling."
     given = {key.removeprefix(prefix): value for key, value in own.items() if key.startswith(prefix)}
@@ -111,7 +116,7 @@ def _scaling(config: Any, header: GgufHeader, file: Path) -> dict[str, Any] | No
     if kind == "none":
         return None
     if kind == "longrope" or {LONG, SHORT} & header.tensors.keys():
-        long, short = _factors(header, file, LONG), _factors(header, file, SHORT)
+        long, short = _factors(header, LONG), _factors(header, SHORT)
         return {
             "rope_type": "longrope",
             "long_factor": long,
@@ -120,7 +125,7 @@ def _scaling(config: Any, header: GgufHeader, file: Path) -> dict[str, Any] | No
             "attention_factor": attention,
         }
     if FREQUENCIES in header.tensors:
-        return _llama3(config, _factors(header, file, FREQUENCIES))
+        return _llama3(config, _factors(header, FREQUENCIES))
     betas = {name: given.pop(f"yarn_{name}", None) for name in ("beta_fast", "beta_slow")}
     unknown = {key: value for key, value in given.items() if value not in (0, 1.0) and value is not None}
     if kind == "yarn" and not unknown:
@@ -136,14 +141,14 @@ def _scaling(config: Any, header: GgufHeader, file: Path) -> dict[str, Any] | No
     return {"rope_type": "linear", "factor": factor} if factor != 1 else None
 
 
-def _factors(header: GgufHeader, file: Path, name: str) -> list[float]:
+def _factors(header: GgufHeader, name: str) -> list[float]:
     """The numbers of a tensor, which must be float32 numbers."""
     tensor = header.tensors.get(name)
     if tensor is None or tensor.kind != F32 or math.prod(tensor.shape) > MAX_FACTORS:
         raise ValueError(f"the tensor {name} is missing, or has no float32 numbers")
     count = math.prod(tensor.shape)
-    with open_regular(file) as stream:
-        stream.seek(header.data_start + tensor.offset)
+    with open_regular(header.files[tensor.part]) as stream:
+        stream.seek(tensor.start)
         return list(struct.unpack(f"<{count}f", stream.read(4 * count)))
 
 

@@ -11,13 +11,15 @@ from __future__ import annotations
 import math
 import re
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from hf_triton.errors import CheckpointError, clip
 from hf_triton.files import open_regular
-from hf_triton.hub.gguf import require_package
+from hf_triton.hub.gguf import part_names, require_package
 
 BLOCK: Final = re.compile(r"blk\.(\d{1,9})\.")
 ARCHITECTURE: Final = "general.architecture"
@@ -94,16 +96,20 @@ class GgufTensor(NamedTuple):
     shape: tuple[int, ...]
     """Its sizes as in the file, the fastest dimension first."""
     kind: int
-    offset: int
-    """Bytes from where all data begin."""
+    start: int
+    """The byte of the file at which its data begin."""
+    num_bytes: int
+    part: int = 0
+    """Which of a model's files it is in."""
 
 
 @dataclass
 class GgufHeader:
     values: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, GgufTensor] = field(default_factory=dict)
-    data_start: int = 0
-    """The byte from which tensors count their offsets."""
+    """The tensors of all parts."""
+    files: list[Path] = field(default_factory=list)
+    """The file, or its parts."""
 
     @property
     def architecture(self) -> str:
@@ -123,15 +129,39 @@ class GgufHeader:
 
 
 def check_gguf(file: Path, name: str) -> GgufHeader:
-    """Read a header within bounds.
+    """Read a header within bounds; of a file in parts, of which the first one is given, the headers of all.
 
     Raises:
-        CheckpointError: The package gguf is missing, or the file is another one, damaged, cut off or hostile.
+        CheckpointError: The package gguf is missing, or a file is another one, damaged, cut off or hostile.
     """
     require_package(file.name, name)
+    header = GgufHeader()
+    for part in (file.with_name(each) for each in part_names(file.name)):
+        _read_part(header, part, name)
+    with _reported(file, name):
+        _check_blocks(header)
+        _check_numbers(header)
+        _check_tokenizer(header)
+    return header
+
+
+def _read_part(header: GgufHeader, file: Path, name: str) -> None:
+    with _reported(file, name), open_regular(file) as stream:
+        own = _walk(stream.read(MAX_HEADER_BYTES), file.stat().st_size, is_later=bool(header.files))
+        if both := own.tensors.keys() & header.tensors.keys():
+            raise ValueError(f"has the tensor {clip(min(both))}, which an earlier part has")
+        header.values = header.values or own.values
+        number = len(header.files)
+        header.tensors |= {each: tensor._replace(part=number) for each, tensor in own.tensors.items()}
+        header.files.append(file)
+
+
+@contextmanager
+def _reported(file: Path, name: str) -> Iterator[None]:
+    """Report what is wrong with a file."""
     try:
-        with open_regular(file) as stream:
-            return _walk(stream.read(MAX_HEADER_BYTES), file.stat().st_size)
+        yield
+        return
     except struct.error:
         fault = f"ends within its header, or has one of more than {MAX_HEADER_BYTES >> 20} MiB"
     except (OSError, ValueError) as error:
@@ -152,7 +182,8 @@ def is_whole_header(blob: bytes, file_size: int) -> bool:
     return True
 
 
-def _walk(blob: bytes, file_size: int) -> GgufHeader:
+def _walk(blob: bytes, file_size: int, *, is_later: bool = False) -> GgufHeader:
+    """Read the header of one file; `is_later` says that it is not the first part, which describes the model."""
     cursor = _Cursor(blob)
     if cursor.blob[:4] != b"GGUF":
         raise ValueError("is no GGUF file, which begins with GGUF")
@@ -167,22 +198,18 @@ def _walk(blob: bytes, file_size: int) -> GgufHeader:
     for _ in range(num_keys):
         key, kind = cursor.text(), *cursor.take("I")
         header.values[key] = cursor.value(kind, keeps=key in (TOKENS, TYPES))
-    if not isinstance(header.values.get(ARCHITECTURE), str):
+    if not is_later and not isinstance(header.values.get(ARCHITECTURE), str):
         raise ValueError(f"has no {ARCHITECTURE} in its header")
-    ends = []
     for _ in range(num_tensors):
-        name, tensor, end = cursor.tensor()
+        name, tensor = cursor.tensor()
         header.tensors[name] = tensor
-        ends.append(end)
-    _check_blocks(header)
-    _check_numbers(header)
-    _check_tokenizer(header)
     alignment = header.values.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
         raise ValueError(f"has general.alignment {clip(alignment)}, which is no power of two")
-    header.data_start = -(-cursor.offset // alignment) * alignment
-    end = header.data_start + max(ends, default=0)
-    if ends and end > file_size:
+    start = -(-cursor.offset // alignment) * alignment
+    header.tensors = {name: each._replace(start=start + each.start) for name, each in header.tensors.items()}
+    end = max((each.start + each.num_bytes for each in header.tensors.values()), default=0)
+    if end > file_size:
         raise ValueError(f"has {file_size} bytes, and its tensors end at byte {end}")
     return header
 
@@ -286,8 +313,8 @@ class _Cursor:
             self.value(element)
         return GgufArray(element, length)
 
-    def tensor(self) -> tuple[str, GgufTensor, int]:
-        """Read a tensor's entry: its name, itself, and the byte behind its data, counted from where all data begin."""
+    def tensor(self) -> tuple[str, GgufTensor]:
+        """Read a tensor's entry: its name and place, counted from where all data begin."""
         name, num_dimensions = self.text(), *self.take("I")
         if num_dimensions > MAX_DIMENSIONS:
             raise ValueError(f"has a tensor of {num_dimensions} dimensions, {clip(name)}")
@@ -297,4 +324,4 @@ class _Cursor:
         block, num_bytes = self._block_sizes[kind]
         if shape and shape[0] % block:
             raise ValueError(f"has the tensor {clip(name)} of rows of {shape[0]} values, in blocks of {block}")
-        return name, GgufTensor(tuple(shape), kind, offset), offset + math.prod(shape) // block * num_bytes
+        return name, GgufTensor(tuple(shape), kind, offset, math.prod(shape) // block * num_bytes)

@@ -69,8 +69,8 @@ def describe_other_kind(folder: Path, names: Collection[str]) -> str | None:
         )
     if files := [name for name in names if name.endswith(SUFFIX)]:
         return (
-            f"has GGUF files ({list_files(files)}): name one by its quantisation, `hf-triton serve NAME:Q4_K_M`, or by "
-            "the setting gguf_file"
+            f"has GGUF files ({list_files(files)}): name one by its quantisation or path, `hf-triton serve "
+            "NAME:Q4_K_M`, or by the setting gguf_file"
         )
     if "model_index.json" in names:
         return "is a pipeline of diffusers, which makes images: choose a model that generates text"

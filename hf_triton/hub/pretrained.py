@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from hf_triton.errors import CheckpointError, LoadError, clip
+from hf_triton.errors import CheckpointError, LoadError, SettingsError, clip
 from hf_triton.files import read_json
 from hf_triton.hub.gguf import find_gguf
 from hf_triton.hub.gguf_config import apply_header
@@ -34,6 +34,7 @@ from hf_triton.hub.sentence_names import SPARSE_LINEAR
 from hf_triton.hub.sizes import check_sizes
 from hf_triton.hub.weights import check_finite, check_weights
 from hf_triton.protocol.names import TEXT_TO_TEXT, TaskName
+from hf_triton.runner.cpu import grouped_layers, small_layers
 from hf_triton.settings import ModelSettings
 
 logger = logging.getLogger(__name__)
@@ -77,6 +78,11 @@ def silence_transformers() -> None:
 def gguf_of(folder: Path, settings: ModelSettings) -> str | None:
     """The GGUF file that a checkpoint is loaded from; None: it is loaded from other weights."""
     return find_gguf(folder, settings.gguf_file, allow_pickle=settings.allow_pickle)
+
+
+def keeps_gguf_bits(settings: ModelSettings, *, is_on_cpu: bool) -> bool:
+    """Whether the layers of a GGUF file keep their bits, of formats that a kernel for this processor has."""
+    return is_on_cpu and settings.dtype == "auto" and grouped_layers() is not None
 
 
 def load_config(folder: Path, settings: ModelSettings) -> Any:
@@ -218,9 +224,13 @@ def _load_model(
 
         with loading("the model", settings, folder), torch.device("meta"):
             return auto_class.from_config(config, trust_remote_code=settings.trust_remote_code)
+    check_small_weights(folder, config, settings, auto_class_name, is_on_cpu=device_map in ({"": "cpu"}, {"": "meta"}))
     if settings.load_format == "dummy":
         with loading("the model", settings, folder):
-            return _with_attention(settings, _dummy_loader(auto_class, config, settings, device_map))
+            model = _with_attention(settings, _dummy_loader(auto_class, config, settings, device_map))
+            if settings.bits is not None and (small := small_layers()):
+                small.make_small(model, settings.bits)
+            return model
     check_sizes(auto_class, folder, config, settings)
     check_scales(folder, stored_quantization(config), settings)
     why = undo_without_kernels(config, settings, is_on_cpu=device_map == {"": "cpu"})
@@ -228,6 +238,7 @@ def _load_model(
         logger.warning("%s: its quantisation is undone at load, since %s", settings.huggingface_model, why)
     arguments: dict[str, Any] = {
         "config": config,
+        **_small_weights(settings, device_map),
         "dtype": settings.dtype,
         "device_map": device_map,
         "trust_remote_code": settings.trust_remote_code,
@@ -236,16 +247,18 @@ def _load_model(
         "ignore_mismatched_sizes": True,  # `check_weights` refuses them, with our sentence
         "output_loading_info": True,
     }
-    if gguf := gguf_of(folder, settings):
-        from transformers import GgufConfig
+    gguf = gguf_of(folder, settings)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(loading(f"the weights of {gguf}" if gguf else "the weights", settings, folder))
+        stack.enter_context(hidden(["kernels"] if gguf else ()))
+        stack.enter_context(whole_blocks(stored_quantization(config)))
+        if gguf:
+            from hf_triton.hub.gguf_weights import reading
 
-        # packed blocks would be computed by kernels that transformers fetches from the Hub
-        arguments |= {"gguf_file": gguf, "quantization_config": GgufConfig(dequantize=True)}
-    with (
-        loading(f"the weights of {gguf}" if gguf else "the weights", settings, folder),
-        hidden(["kernels"] if gguf else ()),
-        whole_blocks(stored_quantization(config)),
-    ):
+            header = check_gguf(folder / gguf, settings.huggingface_model)
+            keeps_bits = keeps_gguf_bits(settings, is_on_cpu=device_map == {"": "cpu"})
+            own = stack.enter_context(reading(header, keeps_bits=keeps_bits))
+            arguments |= {"gguf_file": gguf, "quantization_config": own}
         if settings.quantization_config:
             arguments["quantization_config"] = _quantization(settings, is_undone=why is not None)
         model, info = _with_attention(
@@ -257,6 +270,37 @@ def _load_model(
     check_weights(settings, info, model, is_headless=auto_class_name == "AutoModel")
     check_finite(settings, model)
     return model
+
+
+def check_small_weights(
+    folder: Path, config: Any, settings: ModelSettings, auto_class_name: str | None, *, is_on_cpu: bool
+) -> None:
+    """Refuse the setting `weights` where nothing can keep it.
+
+    Raises:
+        SettingsError: The sentence says what to change.
+    """
+    if settings.bits is None:
+        return
+    name, remedy = settings.huggingface_model, None
+    if auto_class_name is not None or settings.task in TEXT_TO_TEXT or config.is_encoder_decoder:
+        remedy = "is for language models that generate text from a prompt alone: leave it out"
+    elif not is_on_cpu:
+        remedy = "is for CPUs: set KIND_CPU in instance_group, or use quantization_config in its place"
+    elif gguf_of(folder, settings):
+        remedy = f"rounds weights of full precision, and {name} is a GGUF file: leave it out, or name the safetensors"
+    elif is_quantized(config):
+        remedy = f"rounds weights of full precision, and {name} is quantised: leave it out, or name the original"
+    elif small_layers() is None:
+        remedy = "needs numba (pip install 'hf-triton[cpu]') and a processor with AVX2: leave it out"
+    if remedy is not None:
+        raise SettingsError(f"the setting weights ({settings.weights}) {remedy}")
+
+
+def _small_weights(settings: ModelSettings, device_map: Any) -> dict[str, Any]:
+    """What `from_pretrained` is given for the setting `weights`."""
+    small = small_layers() if settings.bits is not None and device_map != {"": "meta"} else None
+    return {"quantization_config": small.SmallWeights(settings.bits)} if small else {}
 
 
 def is_quantized(config: Any) -> bool:

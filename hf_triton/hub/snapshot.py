@@ -148,7 +148,7 @@ def missing_files(folder: Path, spec: CheckpointSpec) -> list[str]:
             if find_gguf(folder, spec.gguf_file, allow_pickle=spec.allow_pickle) is not None:
                 return []
         except CheckpointError:  # more may be on the Hub
-            return [spec.gguf_file or "GGUF file in one part"]
+            return [spec.gguf_file or "GGUF file, or all its parts"]
     missing = ["config.json"] if spec.needs_config and not (folder / "config.json").exists() else []
     reads_images, reads_text = _reads(folder) if spec.needs_config else (False, True)
     if spec.needs_tokenizer and reads_text and not any((folder / name).exists() for name in TOKENIZER_FILES):

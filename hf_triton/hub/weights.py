@@ -9,6 +9,7 @@ import logging
 import re
 import sys
 from collections.abc import Collection, Iterator
+from itertools import chain
 from typing import Any, Final
 
 from hf_triton.errors import CheckpointError
@@ -68,7 +69,7 @@ def check_finite(settings: ModelSettings, model: Any) -> None:
     """
     import torch
 
-    for name, tensor in model.named_parameters():
+    for name, tensor in chain(model.named_parameters(), _scales_of_codes(model)):
         plain = tensor.detach()
         is_read = type(plain) is torch.Tensor and plain.is_floating_point() and plain.itemsize > 1  # not what is packed
         if not is_read or plain.is_meta or not plain.numel():
@@ -79,6 +80,17 @@ def check_finite(settings: ModelSettings, model: Any) -> None:
                 f"the weights of {settings.huggingface_model} have NaN or infinite numbers in {name}: fetch the "
                 "checkpoint again, or choose another revision, or a dtype of more range",
             )
+
+
+def _scales_of_codes(model: Any) -> Iterator[tuple[str, Any]]:
+    """What the codes of layers of few bits are multiplied with, and their minimums."""
+    import torch
+
+    for name, layer in model.named_modules():
+        if hasattr(layer, "widened"):
+            for numbers in (layer.scales, layer.minimums):
+                if numbers is not None:
+                    yield f"{name}.weight", numbers.view(torch.float16)
 
 
 def _first(names: list[str]) -> str:

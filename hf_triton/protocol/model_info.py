@@ -33,7 +33,7 @@ class ModelInfo:
     engine: str
     """`continuous` or `batch`; of an encoder, its `runtime`."""
     dtype: str
-    """The type of the weights: `bfloat16`."""
+    """The type of the weights: `bfloat16`; `int4` or `int8`, the fewest bits of a layer, if some are kept so."""
     device: str
     """The place of the first weights: `cpu`, `cuda:0`."""
     memory_bytes: int

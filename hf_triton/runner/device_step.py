@@ -28,6 +28,8 @@ NUM_TOKENS: Final = (
 """CUDA graphs are of so many; larger steps keep the device busy for longer than Python needs."""
 FEW_ROWS: Final = 64
 """Steps of more tokens than these have graphs with so many rows of logits and with more."""
+MOST_DRAFTED_ROWS: Final = 256
+"""Steps with proposals have graphs with so many rows of logits, or with one of each sequence if that is more."""
 
 
 @dataclass(frozen=True)
@@ -127,12 +129,13 @@ class DeviceStep:
         return Places(self.sequences, self.bounds, self.lengths, self.starts, self.tables)
 
 
-def step_sizes(max_sequences: int, num_axes: int = 0) -> list[StepSize]:
-    """The sizes of the graphs of a model that generates, ascending."""
+def step_sizes(max_sequences: int, num_axes: int = 0, num_drafted: int = 0) -> list[StepSize]:
+    """The sizes of the graphs of a model that generates, ascending; a sequence has so many proposed tokens at most."""
     sizes = []
+    max_rows = max(max_sequences, min(max_sequences * (1 + num_drafted), MOST_DRAFTED_ROWS))
     for num_tokens in NUM_TOKENS:
-        num_sequences = min(num_tokens, max_sequences)
-        for num_rows in sorted({min(num_sequences, FEW_ROWS), num_sequences}):
+        num_sequences, most_rows = min(num_tokens, max_sequences), min(num_tokens, max_rows)
+        for num_rows in sorted({min(most_rows, FEW_ROWS), most_rows}):
             sizes.append(StepSize(num_tokens, num_sequences, num_rows, num_axes))
     return sizes
 

@@ -43,7 +43,7 @@ def in_float32(model: nn.Module) -> Iterator[None]:
     handles += [handle for module in model.modules() for handle in _hook_opaque(module)]
     computing: list[tuple[Any, torch.dtype]]
     computing = [(vars(module), vars(module)["compute_dtype"]) for module in model.modules() if _computes_half(module)]
-    eights = [(module, _forward_name(module)) for module in model.modules() if _is_fp8(module)]
+    eights = [(module, _forward_name(module)) for module in model.modules() if _is_fp8(module) or _is_small(module)]
     forwards = [vars(module).get(name) for module, name in eights]
     entered = _is_entered.set(True)
     try:
@@ -193,6 +193,11 @@ def _is_fp8(module: nn.Module) -> bool:
     return is_linear and weight is not None and weight.dtype == torch.float8_e4m3fn
 
 
+def _is_small(module: nn.Module) -> bool:
+    """Whether it is a linear layer of few bits, which gives its weights."""
+    return hasattr(module, "widened") and hasattr(module, "in_features")
+
+
 def _forward_name(module: nn.Module) -> str:
     """The attribute of a module's forward, inside accelerate's hooks (a model on several devices)."""
     return "_old_forward" if hasattr(module, "_hf_hook") else "forward"
@@ -200,6 +205,9 @@ def _forward_name(module: nn.Module) -> str:
 
 def _dequantised(module: Any, states: torch.Tensor) -> torch.Tensor:
     """A layer's product with its weights in float32."""
+    bias = None if module.bias is None else module.bias.float()
+    if _is_small(module):
+        return nn.functional.linear(states.float(), module.widened(), bias)
     blocks = module._parameters.get("weight_scale_inv")
     if blocks is None:
         scale = module.weight_scale.float().view(-1, 1)
@@ -208,7 +216,7 @@ def _dequantised(module: Any, states: torch.Tensor) -> torch.Tensor:
         for axis, size in enumerate(module.block_size or ()):  # the last block may be cut
             scale = scale.repeat_interleave(size, axis).narrow(axis, 0, module.weight.shape[axis])
     weight = module.weight.float() * scale
-    return nn.functional.linear(states.float(), weight, None if module.bias is None else module.bias.float())
+    return nn.functional.linear(states.float(), weight, bias)
 
 
 def _computes_half(module: nn.Module) -> bool:

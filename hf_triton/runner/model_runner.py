@@ -143,15 +143,22 @@ class ModelRunner:
                 self.run(Step((part,) * (num_tokens // length)))
 
     @torch.inference_mode()
-    def capture(self, max_sequences: int) -> str | None:
+    def capture(self, max_sequences: int, num_drafted: int = 0) -> str | None:
         """Capture the forwards of small steps, which then take a GPU's time and not Python's; see `StepGraphs`.
+
+        Args:
+            max_sequences: The most sequences of a step.
+            num_drafted: The most tokens of a sequence's proposal.
 
         Returns:
             Why all steps run eagerly; None: small ones are captured.
         """
         reason = self._why_eager()
         if reason is None:
-            sizes = (step_sizes if self.is_packed else decode_sizes)(max_sequences, self.way.num_axes)
+            if self.is_packed:
+                sizes = step_sizes(max_sequences, self.way.num_axes, num_drafted)
+            else:
+                sizes = decode_sizes(max_sequences, self.way.num_axes)
             try:
                 self._graphs = self._capture(self._forward_on_device, sizes)
             except Exception as error:  # a model may do anything in its forward
@@ -286,7 +293,7 @@ class ModelRunner:
 
         Returns:
             `[logits, vocabulary]`: range by range, those of its first `num_scored` tokens, then that of its last token
-            if it samples.
+            if it samples, behind those of the tokens before it that are or precede a proposal.
         """
         for sequence in step.finished:
             self._adapter_of.pop(sequence, None)
@@ -317,7 +324,7 @@ class ModelRunner:
         groups += [[number] for number in seeing] if self.way.joins_images else [seeing]
         logits = [self._forward([ranges[number] for number in group], inflight) for group in groups if group]
         order = [number for group in groups for number in group]
-        rows = [[number] * (ranges[number].num_scored + bool(ranges[number].samples)) for number in order]
+        rows = [[number] * ranges[number].num_rows for number in order]
         at = [number for same in rows for number in same]  # the range of each row
         if at == sorted(at):
             return torch.cat(logits)
@@ -447,5 +454,5 @@ def _logit_rows(ranges: Sequence[TokenRange], bounds: list[int]) -> list[int]:
     for part, start, end in zip(ranges, bounds, bounds[1:], strict=False):
         indices += range(start, start + part.num_scored)
         if part.samples:
-            indices.append(end - 1)
+            indices += range(end - 1 - part.num_drafted, end)
     return indices

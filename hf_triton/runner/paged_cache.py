@@ -205,8 +205,9 @@ class PagedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         if cache.gathers:
             self.write()
             return self.blocks.gather(cache.step)
-        has_chunks = cache.step.num_decodes < len(cache.step.ranges)
-        if self.operation is None and (has_chunks or not any(self.kernel_of.values())):
+        step = cache.step
+        has_more = step.has_proposals or step.num_decodes < len(step.ranges)  # than a token of each sequence
+        if self.operation is None and (has_more or not any(self.kernel_of.values())):
             self.write()
         cache.layer_of[id(key_states)], self.returned_keys = self, key_states
         return key_states, value_states

@@ -34,6 +34,8 @@ class TokenRange(NamedTuple):
     """Alternatives to score with each prompt token of the range; None: they are not scored."""
     num_scored: int = 0
     """The first tokens of the range whose logits score the token behind them."""
+    num_drafted: int = 0
+    """The last tokens of the range that are a proposal: each has logits too, and is kept if it is what is sampled."""
     slot: int = -1
     """The sequence's states are there; -1: the model has none."""
     kept_slot: int = -1
@@ -48,9 +50,14 @@ class TokenRange(NamedTuple):
         return self.end - self.start
 
     @property
+    def num_rows(self) -> int:
+        """Rows of logits that are wanted."""
+        return self.num_scored + (1 + self.num_drafted if self.samples else 0)
+
+    @property
     def is_decode(self) -> bool:
-        """Whether one token is computed behind cached ones."""
-        return self.end - self.start == 1 and self.start > 0
+        """Whether one token is computed behind cached ones, beside a proposal."""
+        return self.end - self.start == 1 + self.num_drafted and self.start > 0
 
 
 @dataclass(frozen=True, slots=True)

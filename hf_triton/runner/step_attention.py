@@ -149,11 +149,11 @@ def _attend_blocks(
         blocks = layer.blocks.keys, layer.blocks.values
         return layer.operation(queries, *unwritten, *blocks, step.device_step(queries.device).places(), scoring, window)
     num, outputs = step.num_decodes, []
+    num_tokens = step.bounds[num]
     # The kernel's softmax is in 32 bits; of scores with sinks, the model's is in their own type.
     has_kernel = num and window is not None and (sinks is None or sinks.dtype == torch.float32)
     if has_kernel and (kernel := layer.kernel_of[queries.shape[1]]):
-        places = step.tables[:num], step.lengths[:num]
-        decoded = kernel(queries[:num], *unwritten, *places, scale, window, softcap or 0.0, sinks)
+        decoded = kernel(queries[:num_tokens], *unwritten, *step.decodes, scale, window, softcap or 0.0, sinks)
         if decoded is not None:
             layer.is_written = True
             outputs.append(decoded)

@@ -51,12 +51,14 @@ class StepTensors:
         self.device = device
         self._counted = positions
         self.num_decodes = next((at for at, part in enumerate(ranges) if not part.is_decode), len(ranges))
-        """Ranges of one token behind cached ones, which come first."""
+        """Ranges of one token behind cached ones, some with a proposal, which come first."""
         self.ends = [part.end for part in ranges]
         self.bounds = [0, *accumulate([part.end - part.start for part in ranges])]
         """Range `i` has the tokens `[bounds[i]:bounds[i + 1]]` of the forward."""
         self.num_tokens = self.bounds[-1]
         """Tokens to compute."""
+        self.has_proposals = self.bounds[self.num_decodes] > self.num_decodes
+        """Whether some of the decoding ranges have one."""
         self._device_steps = {} if device_step is None else {device: device_step}
         self._on: dict[tuple[torch.device, str], torch.Tensor] = {}
         if device_step is not None:
@@ -76,6 +78,18 @@ class StepTensors:
     def lengths(self) -> torch.Tensor:
         """`[ranges]` int64 on the host: tokens of each sequence, the new ones included."""
         return torch.tensor(self.ends)
+
+    @cached_property
+    def decodes(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`[tokens, width]` int32 and `[tokens]` int64, on the host: the blocks of each decoding token, and its length.
+
+        The tokens of a proposal are as many decoding ones, of which each sees those before it.
+        """
+        tables, num = self.tables[: self.num_decodes], self.num_decodes
+        if not self.has_proposals:
+            return tables, self.lengths[:num]
+        counts = torch.tensor(self.bounds[1 : num + 1]) - torch.tensor(self.bounds[:num])
+        return tables.repeat_interleave(counts, 0), torch.from_numpy(self.positions[: self.bounds[num]] + 1)
 
     @cached_property
     def slots(self) -> torch.Tensor:
@@ -139,7 +153,7 @@ class StepTensors:
         """`[tokens]` on the host."""
         if self._counted is not None:
             return self._counted
-        if self.num_decodes == len(self.ranges):
+        if self.num_decodes == len(self.ranges) and not self.has_proposals:
             return np.array(self.ends, np.int64) - 1
         return np.concatenate([np.arange(part.start, part.end) for part in self.ranges])
 

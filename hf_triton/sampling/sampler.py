@@ -37,9 +37,9 @@ class SampledTokens:
 
     Args:
         logits: `[rows, vocabulary]`, any float dtype and device; may change afterwards.
-        samplers: One for each row of `logits`.
+        samplers: One for each row of `logits`; a sequence with a proposal has several rows.
         num_ahead: Tokens of each sequence, or of all, sampled before this one and not yet accepted; 0 if a sampler
-            `needs_host`.
+            `edits_logits`.
     """
 
     def __init__(

@@ -70,13 +70,16 @@ class RequestService(ABC):
 def model_info(checkpoint: Checkpoint, settings: ModelSettings, *, task: str, engine: str, **chat: Any) -> ModelInfo:
     name = settings.huggingface_model
     model = checkpoint.model
+    modules = model.modules() if callable(getattr(model, "modules", None)) else ()
+    bits = [module.bits for module in modules if hasattr(module, "widened")]
+    dtype = f"int{min(bits)}" if bits else str(model.dtype).removeprefix("torch.")
     footprint = getattr(model, "get_memory_footprint", None)  # a graph has none
     return ModelInfo(
         task=task,
         model=Path(name).name if CheckpointSpec(name).is_local else name,
         context_length=checkpoint.context_length,
         engine=engine,
-        dtype=str(model.dtype).removeprefix("torch.") if settings.runtime == "torch" else settings.precision,
+        dtype=dtype if settings.runtime == "torch" else settings.precision,
         device=str(model.device),
         memory_bytes=footprint() if settings.has_weights and callable(footprint) else 0,
         architecture=type(model).__name__,

@@ -18,6 +18,7 @@ from hf_triton.folders.folders import folder_defect
 from hf_triton.folders.own_code import own_class
 from hf_triton.folders.tensor_check import check_tensors
 from hf_triton.hub.pretrained import load_config, load_model
+from hf_triton.runner.cpu import grouped_layers
 from hf_triton.settings import ModelSettings
 from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
 from hf_triton_cli.commands import main
@@ -282,11 +283,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         "checkpoint",
         "no GGUF file has the name or quantisation 'Q9': set gguf_file to one of a-Q8_0.gguf",
     ),
-    "damaged config.json": (
-        lambda it: (checkpoint_of(it) / "config.json").write_text("{"),
-        "model",
-        "config.json of ",
-    ),
+    "damaged config.json": (lambda it: (checkpoint_of(it) / "config.json").write_text("{"), "model", "config.json of "),
     "unknown architecture": (
         lambda it: edit_json(
             checkpoint_of(it) / "config.json", model_type="newest", architectures=["NewestForCausalLM"]
@@ -327,18 +324,31 @@ def test_a_folder_that_cannot_be_served_says_why(folder: Path, case: str) -> Non
     assert run("check", folder).exit_code == 5
 
 
-def test_a_gguf_file_takes_the_memory_of_its_dtype(folder: Path) -> None:
+def test_a_gguf_file_takes_the_memory_of_its_bits_or_of_the_dtype(folder: Path) -> None:
     become_gguf(folder)
     size = (checkpoint_of(folder) / "Tiny-Q8_0.gguf").stat().st_size
     found = findings(folder)
     assert found["checkpoint"][1].endswith("/Tiny-Q8_0.gguf")
-    assert found["quantisation"] == ("ok", "GGUF, undone at load: the weights become float32")
+    if grouped_layers():
+        assert found["quantisation"] == ("ok", "GGUF, layers of 4 to 8 bits keep them, others become float32")
+        assert found["memory"][1].startswith("weights of 131.8 kB, ")
     assert found["chat template"] == ("ok", "renders a chat")
-    assert found["memory"][1].startswith("weights of 492.8 kB, ")
     assert size < 150_000
     add(folder, "dtype", "bfloat16")
-    assert findings(folder)["memory"][1].startswith("weights of 246.4 kB, ")
-    assert not any(state == "error" for state, _ in findings(folder).values())
+    found = findings(folder)
+    assert found["quantisation"] == ("ok", "GGUF, undone at load: the weights become bfloat16")
+    assert found["memory"][1].startswith("weights of 246.4 kB, ")
+    assert not any(state == "error" for state, _ in found.values())
+
+
+def test_small_weights_take_their_own_memory(folder: Path) -> None:
+    full = findings(folder)["memory"][1]
+    add(folder, "weights", "int4")
+    found = findings(folder)
+    assert full.startswith("weights of 492.8 kB, ")
+    assert found["quantisation"] == ("ok", "layers are rounded to int4 at load, one by one")
+    assert float(found["memory"][1].split()[2]) < 120
+    assert not any(state == "error" for state, _ in found.values())
 
 
 def test_too_little_memory_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -200,11 +200,15 @@ def test_an_encoder_decoder_keeps_what_generate_keeps(tmp_path: Path) -> None:
     assert "max_num_seqs (256) sequences" in found["notes"][0]
 
 
-def test_a_gguf_file_is_dequantised(tmp_path: Path) -> None:
-    file = write_gguf(tmp_path / "Tiny-Q8_0.gguf")
-    found = sizes(file)
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_gguf_file_keeps_its_bits_on_a_cpu_alone(is_tied: bool, tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "Tiny-Q8_0.gguf", tie_word_embeddings=is_tied)
     model = loaded(tmp_path, gguf_file=file.name)
-    assert found["weights_bytes"] == pytest.approx(sum(weight_bytes(model).values()), rel=0.01)
+    own = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
+    assert sizes(file, "--gpu=cpu")["weights_bytes"] == pytest.approx(own, rel=0.01)
+    wide = loaded(tmp_path, gguf_file=file.name, dtype="float32")
+    found = sizes(file, "--gpu=l4")
+    assert found["weights_bytes"] == pytest.approx(sum(weight_bytes(wide).values()), rel=0.01)
     assert found["weights_bytes"] > file.stat().st_size
 
 

@@ -15,6 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_triton.engine.continuous import ContinuousBatchingEngine
+from hf_triton.engine.engine_config import EngineConfig
+from hf_triton.engine.protocols import Observer
 from hf_triton.errors import CheckpointError
 from hf_triton.runner import device_step
 from hf_triton.runner.cuda import fuse
@@ -34,6 +36,13 @@ from tests.support.simulated_gpu import HAS_GPU, Device
 
 pytestmark = pytest.mark.full
 PROMPT = [5, 6, 7, 8]
+
+
+class Proposals(Observer):
+    num_accepted = 0
+
+    def on_proposal(self, num_proposed: int, num_accepted: int) -> None:
+        self.num_accepted += num_accepted
 
 
 @pytest.fixture
@@ -302,6 +311,27 @@ def test_a_model_without_adapters_at_load_runs_those_that_come_eagerly(
         assert adapted.num_eager > 0
         adapted.check(None)
         assert replays.sizes
+
+
+def test_steps_with_proposals_replay_graphs_that_have_a_row_for_each_token(replays: Replays, tmp_path: Path) -> None:
+    plain, counts = load("llama", tmp_path), Proposals()
+    plain.generation_config.eos_token_id = None
+    plain.lm_head.weight.data[8:] = 0  # a text of eight tokens repeats itself
+    plain.lm_head.weight.data[:8] *= 40
+    items = [([start, *range(20, 32)] * 4, SamplingParams(40)) for start in range(3, 7)]
+    with closing(start_engine(plain, max_num_seqs=4)) as alone:
+        expected = [token_ids(Client(alone).ask(*item)) for item in items]
+    config = EngineConfig(proposal_cost=1e-4)
+    options: dict[str, Any] = {"prompt_lookup": 5, "config": config, "observer": counts, "context_length": 128}
+    model = copy.deepcopy(plain).to("cuda")
+    with closing(start_engine(model, max_num_seqs=4, decoding="cuda_graphs", **options)) as engine:
+        replays.num_eager, client = 0, Client(engine)
+        for item in items:
+            client.submit(*item)
+        assert [token_ids(outcome) for outcome in client.outcomes()] == expected
+    assert counts.num_accepted > 20
+    assert replays.num_eager == 0
+    assert any(size.num_rows > 4 for size in replays.sizes)
 
 
 # --- sizes -----------------------------------------------------------------------------------------------------------

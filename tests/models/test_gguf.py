@@ -9,10 +9,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.errors import CheckpointError
 from hf_triton.hub.checkpoint import Checkpoint, Placement, load_checkpoint
+from hf_triton.hub.gguf_blocks import FORMATS
+from hf_triton.hub.gguf_header import check_gguf
 from hf_triton.hub.locate import Hub
+from hf_triton.runner.lora.model_adapters import Adapters
+from hf_triton.sampling.params import SamplingParams
 from hf_triton.settings import ModelSettings
+from hf_triton.tasks.interface import model_info
+from tests.support.adapters import save_adapter
+from tests.support.engine import Client, check, prompts, start_engine, token_ids
 from tests.support.gguf import TEMPLATE, write_gguf
 
 PROMPT = "Where does the river go?"
@@ -44,10 +52,126 @@ def test_a_model_is_that_of_transformers(architecture: str, quant: str, tmp_path
             assert torch.equal(loaded.model.state_dict()[name], tensor), name
 
 
+ROWS_OF_256 = {"hidden_size": 256, "intermediate_size": 256}
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("quant", FORMATS)
+def test_layers_keep_their_bits(quant: str, is_tied: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = write_gguf(tmp_path / "served" / "Tiny.gguf", quant=quant, tie_word_embeddings=is_tied, **ROWS_OF_256)
+    wide = load(file.parent, dtype="float32").model
+    caplog.set_level("INFO")
+    model = load(file.parent).model
+    assert f"Tiny.gguf: layers keep their bits: {16 - is_tied} of {quant}" in caplog.text
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    assert (head is embedding.rows) is is_tied
+    token_ids = torch.arange(5, 205)[None]
+    with torch.inference_mode():
+        expected = wide(token_ids).logits
+        tolerance = 5e-3 if quant in ("Q4_K", "Q5_K") else 5e-4  # minimums of 11 bits, larger than the weights
+        difference = (model(token_ids).logits - expected).abs().max() / expected.abs().max()
+        assert float(difference) <= tolerance
+        assert torch.equal(embedding(token_ids), head.widened()[token_ids]) or not is_tied
+        exact = (head.widened() - wide.get_output_embeddings().weight).abs().max()
+        assert float(exact) <= (2**-10 if quant.endswith("K") else 0) * float(head.widened().abs().max())
+    assert not any(parameter.dtype == torch.uint8 for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("architecture", "quant"), [("llama", "Q4_K"), ("qwen3", "Q8_0")])
+def test_texts_in_company_are_those_of_generate(architecture: str, quant: str, tmp_path: Path) -> None:
+    sizes = ROWS_OF_256 if quant.endswith("_K") else {}
+    model = load(write_gguf(tmp_path / "served" / "Tiny.gguf", architecture, quant, **sizes).parent).model
+    items = [(prompt, SamplingParams(16)) for prompt in prompts(12, seed=3, longest=100)]
+    drawn = [(prompt, SamplingParams(8, do_sample=True, seed=3, temperature=1.5)) for prompt, _ in items[:4]]
+    engine = start_engine(model, max_num_seqs=5, max_cache_tokens=512)
+    try:
+        assert isinstance(engine, ContinuousBatchingEngine)
+        check(model, Client(engine), items)
+        together, alone = Client(engine), Client(engine)
+        for item in drawn:
+            together.submit(*item)
+        outcomes = together.outcomes()
+        assert [token_ids(alone.ask(*item)) for item in drawn] == [token_ids(outcome) for outcome in outcomes]
+    finally:
+        engine.close()
+
+
+def test_adapters_add_to_layers_that_keep_their_bits(tmp_path: Path) -> None:
+    """Two of them and none, in company, as they add to the dequantised model."""
+    file = write_gguf(tmp_path / "served" / "Tiny.gguf")
+    original, ids, logits = Path(f"{file}.original"), torch.arange(5, 25).expand(3, -1), []
+    folders = [
+        save_adapter(original, tmp_path / "all", seed=3, r=2, target_modules="all-linear"),
+        save_adapter(original, tmp_path / "some", seed=4, target_modules=["q_proj", "down_proj"]),
+    ]
+    for dtype in ("auto", "float32"):
+        model = load(file.parent, dtype=dtype).model
+        adapters = Adapters(model)
+        first, second = map(adapters.load, folders)
+        with adapters.choose([first, None, second]), torch.inference_mode():
+            logits.append(model(ids).logits)
+    kept, wide = logits
+    assert float((kept - wide).abs().max() / wide.abs().max()) <= 5e-4
+    assert min(float((wide[1] - wide[row]).abs().max()) for row in (0, 2)) > 0.1
+
+
+def test_the_bytes_told_are_those_that_layers_keep(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "served" / "Tiny.gguf", "qwen3", "Q4_0")
+    told = {}
+    for dtype in ("auto", "float32"):
+        settings = ModelSettings(huggingface_model=str(file.parent), dtype=dtype)
+        loaded = load(file.parent, dtype=dtype)
+        told[dtype] = model_info(loaded, settings, task="text-generation", engine="batch").memory_bytes
+    assert 0 < told["auto"] < 0.25 * told["float32"]
+
+
+@pytest.mark.parametrize("quant", ["F32", "Q4_K"])
+def test_parts_are_the_whole_file(quant: str, tmp_path: Path) -> None:
+    whole = write_gguf(tmp_path / "whole" / "Tiny.gguf", quant=quant, **ROWS_OF_256)
+    part = write_gguf(tmp_path / "parts" / "Tiny.gguf", quant=quant, tensors_in_part=5, **ROWS_OF_256)
+    assert part.name == "Tiny-00001-of-00005.gguf"
+    token_ids = torch.arange(5, 205)[None]
+    with torch.inference_mode():
+        for settings in ({}, {"gguf_file": part.name}):
+            logits = load(part.parent, **settings).model(token_ids).logits
+            assert torch.equal(logits, load(whole.parent).model(token_ids).logits)
+    last = part.with_name("Tiny-00005-of-00005.gguf")
+    last.write_bytes(last.read_bytes()[:-40])
+    with pytest.raises(CheckpointError, match=rf"{last.name} of .* has \d+ bytes, and its tensors end at byte \d+"):
+        load(part.parent)
+    last.unlink()
+    with pytest.raises(CheckpointError, match=f"{part.name} is one of 5 parts, and {last.name} is missing"):
+        load(part.parent)
+
+
+def test_layers_whose_weights_the_model_reads_are_widened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head that is tied to the embeddings has the embeddings widened with it."""
+    file = write_gguf(tmp_path / "served" / "Tiny.gguf", tie_word_embeddings=True)
+    read = {"lm_head", "up_proj"}
+    monkeypatch.setattr("hf_triton.hub.gguf_weights.read_directly", lambda _, tables: () if tables else read)
+    model, wide = load(file.parent).model, load(file.parent, dtype="float32").model
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert torch.equal(model.model.layers[1].mlp.up_proj.weight, wide.model.layers[1].mlp.up_proj.weight)
+    assert not hasattr(model.model.layers[1].mlp.down_proj, "weight")
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+def test_broken_scales_are_refused(dtype: str, tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "served" / "Tiny.gguf")
+    content, start = bytearray(file.read_bytes()), check_gguf(file, "a model").tensors["blk.1.ffn_up.weight"].start
+    content[start : start + 2] = b"\x00\x7e"  # NaN
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"NaN or infinite numbers in model\.layers\.1\.mlp\.up_proj\.weight"):
+        load(file.parent, dtype=dtype)
+
+
 def test_the_dtype_is_that_of_the_setting(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "served" / "Tiny-Q8_0.gguf")
-    assert load(file.parent).model.dtype == torch.float32
-    assert load(file.parent, dtype="bfloat16").model.dtype == torch.bfloat16
+    for given, dtype, told in (("auto", torch.float32, "int8"), ("bfloat16", torch.bfloat16, "bfloat16")):
+        loaded = load(file.parent, dtype=given)
+        assert loaded.model.dtype == dtype
+        settings = ModelSettings(huggingface_model=str(file.parent), dtype=given)
+        assert model_info(loaded, settings, task="text-generation", engine="continuous").dtype == told
 
 
 def test_a_tokenizer_may_come_from_elsewhere(tmp_path: Path) -> None:

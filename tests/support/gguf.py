@@ -38,20 +38,22 @@ def write_gguf(
     keys: Mapping[str, int | float | str | bool] = MappingProxyType({}),
     more: Mapping[str, npt.NDArray[np.float32]] = MappingProxyType({}),
     special: Mapping[int, str] = MappingProxyType({}),
+    tensors_in_part: int = 0,
     **overrides: Any,
 ) -> Path:
-    """Write a tiny model with random weights and its tokenizer.
+    """Write a tiny model with random weights and its tokenizer; returns the file, or its first part.
 
     Args:
         file: The destination; the checkpoint that it is made of stands in a folder beside it, `NAME.original`.
-        quant: The type of its matrices: `F32`, `F16`, `Q8_0`, `Q4_0`.
+        quant: The type of its matrices. `Q4_K` and its like have random weights, and rows of a multiple of 256.
+        tensors_in_part: Divides the file into parts of so many tensors.
         keys: Values of its header in place of the right ones.
     """
     original = build_tiny_checkpoint(
         file.parent / f"{file.name}.original", architecture, **{**SIZES[architecture], **overrides}
     )
     config = json.loads((original / "config.json").read_text())
-    writer = gguf.GGUFWriter(file, family or architecture)
+    writer = gguf.GGUFWriter(file, family or architecture, split_max_tensors=tensors_in_part)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -71,7 +73,7 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return file
+    return min(file.parent.glob(f"{file.stem}-00001-of-*.gguf"), default=file)
 
 
 def _add_tokenizer(
@@ -102,7 +104,20 @@ def _add_tensors(writer: gguf.GGUFWriter, original: Path, config: Any, architect
             is_query = name.endswith("q_proj.weight")
             tensor = _permute(tensor, config["num_attention_heads" if is_query else "num_key_value_heads"])
         kind = gguf.GGMLQuantizationType[quant if tensor.ndim > 1 else "F32"]
-        writer.add_tensor(str(names.get_name(name, (".weight",))), gguf.quantize(tensor, kind), raw_dtype=kind)
+        data = random_blocks(tensor.shape, kind) if kind.name.endswith("_K") else gguf.quantize(tensor, kind)
+        writer.add_tensor(str(names.get_name(name, (".weight",))), data, raw_dtype=kind)
+
+
+def random_blocks(shape: tuple[int, ...], kind: gguf.GGMLQuantizationType) -> npt.NDArray[np.uint8]:
+    """Blocks of any bytes but their scale and minimum of 16 bits, which give weights around 0."""
+    weights, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    source = np.random.default_rng(shape[0])
+    blocks = source.integers(0, 256, (*shape[:-1], shape[-1] // weights, num_bytes), dtype=np.uint8)
+    halves, scale = blocks.view(np.float16), 1e-4 if kind.name.endswith("_K") else 1e-2
+    halves[..., -1 if kind.name == "Q6_K" else 0] = scale / 10 if kind.name == "Q6_K" else scale
+    if kind.name in ("Q4_1", "Q4_K", "Q5_1", "Q5_K"):
+        halves[..., 1] = scale * (-1 if kind.name.endswith("_1") else 1) * (15 if kind.name.startswith("Q5") else 7)
+    return blocks.reshape(*shape[:-1], -1)
 
 
 def _permute(tensor: npt.NDArray[np.float32], num_heads: int) -> npt.NDArray[np.float32]:

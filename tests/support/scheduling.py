@@ -2,6 +2,7 @@
 """A scheduler on a device without tensors, which checks every token that a step reads. No model, and no torch."""
 
 import itertools
+import random
 import zlib
 from array import array
 from collections import Counter
@@ -53,11 +54,28 @@ class FakeBudget:
 
 class FakeSampler:
     is_complete = False
+    processor = None
 
     def __init__(self, *, needs_host: bool) -> None:
         self.needs_host = needs_host
 
     def accept(self, token_id: int) -> None: ...
+
+
+class FakeLookup:
+    """Proposes tokens of which some are right."""
+
+    def __init__(self, sequence: Sequence, source: random.Random) -> None:
+        self._sequence, self._source = sequence, source
+
+    def follow(self, completion: list[int]) -> None: ...
+
+    def propose(self, most: int, cost: float) -> list[int]:
+        context = self._sequence.group.prompt_ids + self._sequence.token_ids
+        for _ in range(self._source.randint(0, most)):
+            is_right = self._source.random() < 0.7
+            context.append(next_token(context, self._sequence.index) if is_right else self._source.randrange(5))
+        return context[self._sequence.num_tokens :]
 
 
 class FakeDevice:
@@ -144,13 +162,23 @@ class FakeDevice:
         assert len({slot for slot, _ in kept}) == len(kept)
         self._states.update((slot, list(state)) for slot, state in kept)
         tokens: dict[int, SampledToken] = {}
+        further: dict[int, list[SampledToken]] = {}
         for part in step.ranges:
-            self._check(part)
+            end = part.end - part.num_drafted
+            self._check(part, end)
             for number in part.samples:
-                tokens[number] = self._sample(number, part.end)
+                tokens[number] = token = self._sample(number, end)
+            if part.num_drafted:
+                further[number] = []
+                for at, proposed in enumerate(part.token_ids[-part.num_drafted :], end + 1):
+                    if token.token_id != proposed:
+                        break
+                    self._check(part, at)
+                    token = self._sample(number, at)
+                    further[number].append(token)
         scores: Any = {part.sequence_id: list(range(part.start, part.start + part.num_scored)) for part in step.ranges}
         finite = frozenset(block for block in step.full_blocks if not self.is_nan(self._contents[block].values()))
-        return StepOutput(step, tokens, scores, finite)
+        return StepOutput(step, tokens, scores, finite, further)
 
     def _context(self, number: int) -> list[int]:
         return self.sequences[number].group.prompt_ids + self._generated[number]
@@ -210,16 +238,14 @@ class FakeDevice:
             self._states[part.slot] = before + written
         self.num_computed[self.sequences[part.sequence_id].group] += part.num_tokens
 
-    def _check(self, part: TokenRange) -> None:
+    def _check(self, part: TokenRange, end: int) -> None:
         """The whole sequence is in the blocks of its table, as this sequence would compute it."""
         read = [self._contents[block].get(place) for block in part.block_table for place in range(self._block_size)]
-        expected = self._context(part.sequence_id)[: part.end]
-        features = self._features(part)
-        assert read[: part.end] == [
-            (token, self._kind(part), each) for token, each in zip(expected, features, strict=True)
-        ]
-        assert part.slot < 0 or self._states[part.slot] == read[: part.end]
-        assert not part.samples or self._kind(part)[1] == (part.end >= self._recompute_length)
+        expected = self._context(part.sequence_id)[:end]
+        features = self._features(part)[:end]
+        assert read[:end] == [(token, self._kind(part), each) for token, each in zip(expected, features, strict=True)]
+        assert part.slot < 0 or self._states[part.slot] == read[:end]
+        assert not part.samples or self._kind(part)[1] == (end >= self._recompute_length)
 
     def _sample(self, number: int, end: int) -> SampledToken:
         """A token that is sampled again after a failure is the same."""
@@ -255,6 +281,7 @@ class Simulation:
         spare_image_tokens: int = 4096,
         refuses: Callable[[SequenceGroup], bool] = lambda _: False,
         needs_host: Callable[[SequenceGroup], bool] = lambda _: False,
+        lookup: Callable[[Sequence], Any] = lambda _: None,
         max_memory_wait_s: float = 0.0,
         eos_ids: frozenset[int] = frozenset(),
         **traits: Any,
@@ -290,7 +317,7 @@ class Simulation:
         self.last = Step()
         """The step before."""
         self._max_sequences = max_sequences
-        self._refuses, self._needs_host, self._eos_ids = refuses, needs_host, eos_ids
+        self._refuses, self._needs_host, self._eos_ids, self._lookup = refuses, needs_host, eos_ids, lookup
         self._arrival_numbers = itertools.count(1)
 
     def _start(self, group: SequenceGroup) -> None:
@@ -301,6 +328,7 @@ class Simulation:
         group.start(lambda _: sampler, self._eos_ids, self.observer.on_admit(group), next(self._arrival_numbers))
         for sequence in group.sequences:
             self.device.add(sequence)
+            sequence.lookup = self._lookup(sequence)
 
     def submit(
         self,
@@ -378,8 +406,10 @@ class Simulation:
         pool, scheduler = self.memory.pool, self.scheduler
         held = [block for sequence in scheduler.running for block in sequence.blocks]
         assert pool._references == Counter([*held, *(source for source, _ in scheduler._notes.block_copies)])
+        proposed = {part.sequence_id: part.num_drafted for step in scheduler._unread for part in step.ranges}
         for sequence in scheduler.running:
-            assert len(sequence.blocks) == self.memory.num_blocks(sequence.num_computed)
+            num_tokens = sequence.num_computed + proposed.get(sequence.id, 0)
+            assert len(sequence.blocks) == self.memory.num_blocks(num_tokens)
         assert not any(sequence.blocks for sequence in scheduler.waiting)
         assert pool.num_touched == pool.num_held + pool.num_kept + len(pool._empty) <= pool.num_blocks
         assert len(scheduler.running) <= self._max_sequences

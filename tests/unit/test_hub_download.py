@@ -335,7 +335,7 @@ def add_adapter(tmp_path: Path, loopback: LoopbackHub) -> None:
     loopback.add(MODEL, tmp_path / "checkpoint")
 
 
-@pytest.mark.parametrize("has_links", [True, False])
+@pytest.mark.parametrize("has_links", [True, pytest.param(False, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", KINDS)
 def test_a_file_that_arrives_damaged_does_not_stay(
     tmp_path: Path, kinds: LoopbackHub, name: str, has_links: bool, monkeypatch: pytest.MonkeyPatch

@@ -40,6 +40,10 @@ F32, Q8_0 = 0, 8
         (("Q2_K", "Q3_K", "Q2_K/Tiny-Q2_K.gguf", "Q3_K/Tiny-Q3_K.gguf"), "Q3_K", "Q3_K/Tiny-Q3_K.gguf"),
         (("Tiny-Q8_0-00001-of-00001.gguf",), "Q8_0", "Tiny-Q8_0-00001-of-00001.gguf"),
         (("Tiny-Q8_0-00001-of-00001.gguf",), None, "Tiny-Q8_0-00001-of-00001.gguf"),
+        (PARTS, "BF16", PARTS[0]),
+        (PARTS, PARTS[1], PARTS[0]),
+        (PARTS, None, PARTS[0]),
+        ((*PARTS, "Tiny.gguf"), None, None),
         (("config.json",), None, None),
         (("a/b/Tiny-Q8_0.gguf",), None, None),
     ],
@@ -57,8 +61,8 @@ def test_a_file_is_chosen_by_its_name_or_quantisation(
         (FILES, "4_K_M", "no GGUF file has the name"),
         (FILES, ".*", r"no GGUF file has the name or quantisation '\.\*'"),
         (("a-Q8_0.gguf", "b-Q8_0.gguf"), "Q8_0", "2 GGUF files have .* one of a-Q8_0.gguf, b-Q8_0.gguf$"),
-        (PARTS, "BF16", "Big-BF16-00001-of-00002.gguf is one of 2 parts, and transformers reads one file"),
-        (PARTS, PARTS[0], "is one of 2 parts"),
+        (PARTS[:1], "BF16", rf"Big-BF16-00001-of-00002.gguf is one of 2 parts, and {PARTS[1]} is missing: fetch all"),
+        (PARTS[1:], PARTS[1], f"is one of 2 parts, and {PARTS[0]} is missing"),
         (("config.json", *FILES[1:2]), "config.json", "no GGUF file has the name or quantisation 'config.json'"),
         (("model.safetensors",), "Q8_0", "set gguf_file only for a repository or folder of them"),
         ([f"T-{n}.gguf" for n in range(30)], "Q8_0", "set gguf_file to one of .{100,200}, [.]{3}$"),
@@ -100,6 +104,15 @@ def test_a_file_that_is_alone_needs_no_setting(hub: LoopbackHub, tmp_path: Path)
     assert [path.name for path in resolve(hub, tmp_path, huggingface_model="acme/one").iterdir()] == [FILES[1]]
 
 
+@pytest.mark.parametrize("settings", [{}, {"gguf_file": "BF16"}, {"gguf_file": PARTS[1]}])
+def test_all_parts_are_fetched(settings: dict[str, str], hub: LoopbackHub, tmp_path: Path) -> None:
+    folder = resolve(hub, tmp_path, huggingface_model="acme/parts", **settings)
+    assert {str(path.relative_to(folder)) for path in folder.rglob("*.gguf")} == set(PARTS)
+    (folder / PARTS[1]).unlink()
+    resolve(hub, tmp_path, huggingface_model="acme/parts", **settings)
+    assert (folder / PARTS[1]).exists()
+
+
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
@@ -108,8 +121,6 @@ def test_a_file_that_is_alone_needs_no_setting(hub: LoopbackHub, tmp_path: Path)
             rf"{NAME} has GGUF files \(Tiny-Q4_K_M.*\): name one by its .*`hf-triton serve NAME:Q4_K_M`, or by the",
         ),
         ({"huggingface_model": NAME, "gguf_file": "Q2_K"}, "no GGUF file has the name or quantisation 'Q2_K'"),
-        ({"huggingface_model": "acme/parts"}, "has GGUF files"),
-        ({"huggingface_model": "acme/parts", "gguf_file": "BF16"}, "one of 2 parts"),
         ({"huggingface_model": f"./{NAME}/{FILES[0]}"}, "set it to the folder, and gguf_file to Tiny-Q4_K_M.gguf"),
         ({"huggingface_model": f"./{NAME}"}, r"has GGUF files \("),
     ],
@@ -131,6 +142,7 @@ def test_a_repository_without_a_choice_is_not_fetched(
         ("acme/Tiny", ("acme/Tiny", None, None), "tiny"),
         ("acme/Tiny@v1", ("acme/Tiny", None, "v1"), "tiny"),
         ("/models/Tiny-Q8_0.gguf", ("/models", "Tiny-Q8_0.gguf", None), "tiny-q8_0"),
+        ("/models/T-00002-of-00003.gguf", ("/models", "T-00002-of-00003.gguf", None), "t"),
     ],
 )
 def test_a_typed_name_gives_settings_and_a_folder_s_name(

@@ -257,11 +257,7 @@ def test_folder_is_absolute_or_relative_to_the_model_folder(tmp_path: Path) -> N
             "path_not_found",
             r"absent for './absent', relative to /.*: correct huggingface_model",
         ),
-        (
-            {"huggingface_model": "/absent"},
-            "path_not_found",
-            "no folder /absent: correct huggingface_model",
-        ),
+        ({"huggingface_model": "/absent"}, "path_not_found", "no folder /absent: correct huggingface_model"),
         ({"huggingface_model": "{ok}", "tokenizer": "./absent"}, "path_not_found", "correct tokenizer"),
         ({"huggingface_model": "{empty}"}, "checkpoint_incomplete", "copy the whole checkpoint there"),
         ({"huggingface_model": "{pickle}"}, "weights_not_safe", "set allow_pickle to true"),

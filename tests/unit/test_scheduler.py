@@ -658,11 +658,7 @@ End = Callable[[SequenceGroup], None]
 @ENDINGS
 @pytest.mark.parametrize(
     ("options", "length", "is_queued"),
-    [
-        ({"max_sequences": 1}, 3, True),
-        ({"max_tokens": 30}, 29, False),
-        ({}, 60, False),
-    ],
+    [({"max_sequences": 1}, 3, True), ({"max_tokens": 30}, 29, False), ({}, 60, False)],
     ids=["queued", "waiting", "computing"],
 )
 def test_ended_groups_without_tokens_leave_and_others_continue(

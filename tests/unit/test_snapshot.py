@@ -157,9 +157,6 @@ def test_code_of_an_unreadable_config_is_not_missing(tmp_path: Path, text: str) 
     assert missing_code(tmp_path) == []
 
 
-# --- checksums -------------------------------------------------------------------------------------------------------
-
-
 def write_blob(folder: Path, link: str, content: bytes, name: str) -> Path:
     """A cached file: a link in a snapshot to a blob that is named after its checksum."""
     (folder / "blobs").mkdir(exist_ok=True)

@@ -15,7 +15,7 @@ from hf_triton.runner.cpu.threads import SharedCores
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SharedCores", "accelerate", "accelerate_encoder", "paged_kernels"]
+__all__ = ["SharedCores", "accelerate", "accelerate_encoder", "grouped_layers", "paged_kernels", "small_layers"]
 
 
 def accelerate(model: Any, *, pack_weights: Literal["auto"] | bool = "auto") -> None:
@@ -34,6 +34,9 @@ def accelerate(model: Any, *, pack_weights: Literal["auto"] | bool = "auto") -> 
     keep_freed_memory()
     if pack_weights:
         pack(model, "auto" if pack_weights == "auto" else "all")
+    has_codes = any(hasattr(module, "widened") for module in model.modules())
+    if pack_weights == "auto" and has_codes and (small := small_layers()):
+        small.compare_speed(model)
 
 
 def accelerate_encoder(
@@ -50,8 +53,24 @@ def accelerate_encoder(
         pack_encoder(model, compute, "auto" if pack_weights == "auto" else "all")
 
 
+def small_layers() -> ModuleType | None:
+    """The module with `SmallWeights`, `make_small` and `small_bytes`; None: see `grouped_layers`."""
+    if grouped_layers() is None:
+        return None
+    from hf_triton.runner.cpu import small_weights as module
+
+    return module
+
+
 def paged_kernels() -> ModuleType:
     """The module with `kernel_for` and `write_tokens`, for keys and values in blocks."""
     from hf_triton.runner.cpu import paged_attention as module
 
     return module
+
+
+def grouped_layers() -> ModuleType | None:
+    """The module with `GroupedLinear` and `GroupedEmbedding`; None: this processor has no kernel for them."""
+    from hf_triton.runner.cpu import grouped_linear as module
+
+    return module if module.has_grouped_kernel() else None

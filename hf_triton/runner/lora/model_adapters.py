@@ -121,7 +121,8 @@ class Adapters:
 
     @cached_property
     def _num_bytes(self) -> int:
-        return sum(own.numel() * own.element_size() for own in self._model.parameters())
+        tensors = itertools.chain(self._model.parameters(), self._model.buffers())  # layers of few bits have buffers
+        return sum(own.numel() * own.element_size() for own in tensors)
 
     def sweep(self) -> None:
         """Delete the adapters whose `Adapter` is no longer referenced."""
@@ -258,12 +259,18 @@ class Adapters:
             CheckpointError: The file lacks weights, or has more than the model takes.
         """
         from peft import inject_adapter_in_model
+        from peft.tuners.lora import Linear
 
         self._check_company(plan)
         for name in plan.ranks:
             _compute_in(self._model.dtype, self._model.get_submodule(name))
         names: Any = dict.fromkeys(f"{layer}.lora_A" for layer in plan.ranks)
-        inject_adapter_in_model(_peft_config(config, plan), self._model, adapter.key, state_dict=names)
+        peft_config = _peft_config(config, plan)
+        few = [layer for layer in self._model.modules() if _has_few_bits(layer)]
+        for layer in few:
+            layer.qweight = layer.codes  # peft asks it for the device
+        peft_config._register_custom_module(dict.fromkeys(map(type, few), Linear))
+        inject_adapter_in_model(peft_config, self._model, adapter.key, state_dict=names)
         self._hook_layers()
         self._model.eval()
         tensors = {_peft_name(name, adapter.key): tensor for name, tensor in plan.tensors.items()}
@@ -445,6 +452,11 @@ def _compute_in(dtype: torch.dtype, layer: Any) -> None:
     weight = getattr(layer, "weight", None)
     if isinstance(weight, torch.Tensor) and weight.is_floating_point() and weight.dtype.itemsize == 1:
         layer.compute_dtype = dtype
+
+
+def _has_few_bits(layer: Any) -> bool:
+    """Whether it is a linear layer of codes, which peft does not know."""
+    return hasattr(layer, "widened") and hasattr(layer, "in_features")
 
 
 def _own_module(layer: Any) -> Any:

@@ -152,6 +152,10 @@ class MetricsMeter(Meter):
         self.note(metrics.STEPS, 1)
         self.note(metrics.STEP_ROWS, num_sequences)
 
+    def on_proposal(self, num_proposed: int, num_accepted: int) -> None:
+        self.note(metrics.PROPOSED_TOKENS, num_proposed)
+        self.note(metrics.ACCEPTED_TOKENS, num_accepted)
+
     def on_preempt(self, num_sequences: int) -> None:
         self.note(metrics.PREEMPTIONS, num_sequences)
 

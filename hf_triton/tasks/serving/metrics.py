@@ -107,6 +107,14 @@ STEP_ROWS: Final = Metric(
     "counter",
     "Sequences that steps gave their next token; divided by the steps, the mean batch size.",
 )
+PROPOSED_TOKENS: Final = Metric(
+    "hf_triton_proposed_tokens_total", "counter", "Tokens that prompt lookup proposed and steps checked."
+)
+ACCEPTED_TOKENS: Final = Metric(
+    "hf_triton_accepted_tokens_total",
+    "counter",
+    "Proposed tokens that were right; each saved a sequence a decoding step of its own.",
+)
 PREEMPTIONS: Final = Metric(
     "hf_triton_num_preemptions_total",
     "counter",
@@ -144,5 +152,5 @@ METRICS: Final = (
     *(QUEUE_TIME, TIME_TO_FIRST_TOKEN, TIME_PER_TOKEN, LATENCY),
     *(PROMPT_TOKENS, GENERATED_TOKENS, SHARED_TOKENS, COMPLETIONS),
     *(IMAGES, IMAGE_TOKENS, TOWER_TIME),
-    *(STEPS, STEP_ROWS, PREEMPTIONS, USED_TOKENS, MAX_TOKENS, KV_CACHE_USAGE),
+    *(STEPS, STEP_ROWS, PROPOSED_TOKENS, ACCEPTED_TOKENS, PREEMPTIONS, USED_TOKENS, MAX_TOKENS, KV_CACHE_USAGE),
 )

@@ -267,6 +267,7 @@ def build_text_generation(
             gpu_part=gpu_part,
             enable_prefix_caching=settings.enable_prefix_caching,
             prefix_state_fraction=settings.prefix_state_fraction,
+            prompt_lookup=settings.prompt_lookup,
             decoding=settings.decoding,
             adapters=adapters,
             on_fatal=on_fatal,
