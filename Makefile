@@ -18,13 +18,17 @@ TESTS ?= tests
 
 # Modules run in parallel (tests/conftest.py says which of them on one worker), then the tests that measure time alone.
 # One worker more than CI's cores, as many tests wait for servers. With less than 24 GB of memory, WORKERS=2.
+# Each worker and server would compile all modules that it imports if none may be kept.
+unexport PYTHONDONTWRITEBYTECODE
 # Exit status 5: TESTS has no such test. RECORD is a folder for the results of each part as JUnit's XML.
 WORKERS ?= 3
 RECORD ?=
 record = $(if $(RECORD),--junitxml=$(RECORD)/$(1).xml)
+# The chat page has a target of its own.
+PAGE := tests/openai/test_page*.py
 define pytest
 	$(BIN)/pytest --durations=40 -n $(WORKERS) --dist loadscope --no-loadscope-reorder -m "not serial and $(1)" $(TESTS) \
-	  $(call record,$@) || test $$? -eq 5
+	  $(if $(filter tests,$(TESTS)),--ignore-glob='*/$(PAGE)') $(call record,$@) || test $$? -eq 5
 	$(BIN)/pytest -m "serial and $(1)" $(TESTS) $(call record,$@-serial) || test $$? -eq 5
 endef
 
@@ -91,7 +95,7 @@ serve: ports $(SERVER) ## Serve the demo model, or the folders in MODELS=...; HT
 test: $(SETUP) $(PERF_ANALYZER) $(PROGRAMS) ## Run the tests; TESTS=tests/unit for some of them
 	$(call pytest,not container and not full)
 
-test-all: $(SETUP) $(PERF_ANALYZER) $(PROGRAMS) $(TRITON) $(TORCHVISION) ## Run every test: all architectures, the simulated GPU, a short soak
+test-all: $(SETUP) $(PERF_ANALYZER) $(PROGRAMS) $(TRITON) $(TORCHVISION) ## Run every test but the page's: all architectures, the simulated GPU, a short soak
 	$(call pytest,not container)
 
 # What another Python can break is how a module is compiled and imported, Triton's stub, threads and event loops: each client
@@ -249,7 +253,7 @@ lock: ## Write the hashes of the images' packages (uv, an index)
 
 test-page: $(SETUP) ## Test the chat page in a headless Chromium
 	tests/openai/setup.sh
-	REQUIRE_CHROMIUM=1 $(BIN)/pytest -n 2 --dist loadscope --no-loadscope-reorder tests/openai/test_page*.py $(call record,$@)
+	REQUIRE_CHROMIUM=1 $(BIN)/pytest -n 2 --dist loadscope --no-loadscope-reorder $(PAGE) $(call record,$@)
 
 # The base's Python is PYTHON312 where pip's settings offer torch's CPU build for it, else Debian's 3.11.
 test-container: export PYTHON312 := $(PYTHON312)

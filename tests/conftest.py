@@ -26,10 +26,7 @@ if TORCHVISION.is_dir():
 
 FOREIGN = ("HF_", "TRANSFORMERS_", "HUGGING_FACE_", "HUGGINGFACE", "PRIVATE_REPO_TOKEN", "XDG_CACHE_HOME")
 SHARED_SERVERS = {
-    "tests/openai": (
-        {"triton", "gateway", "client", "agents", "openai_agent", "responses", "messages"},
-        {"encoders"},
-    ),
+    "tests/openai": ({"triton", "gateway", "client", "agents", "openai_agent", "responses", "messages"}, {"encoders"}),
     "tests/server": ({"standard"},),
 }
 """Folders whose modules share servers, each with the fixtures of its conftest that start them, by the worker."""

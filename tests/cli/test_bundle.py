@@ -146,6 +146,7 @@ def install(folder: Path, **environment: str) -> subprocess.CompletedProcess[str
     return subprocess.run(command, env=pairs, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.full
 def test_install_sh_installs_the_packages_and_says_how_to_serve(installable: Path) -> None:
     done = install(installable)
     assert done.returncode == 0, done.stderr

@@ -25,15 +25,7 @@ from hf_triton_cli.serving.gateway_options import ALONE, as_arguments, read_conf
 from hf_triton_cli.serving.openai import openai
 from hf_triton_gateway.gateway_config import GatewayConfig
 from tests.support.gateway import wait_until
-from tests.support.serving import (
-    COMMAND,
-    Serving,
-    curl_lines,
-    running,
-    send,
-    serve_until_exit,
-    wait_until_gone,
-)
+from tests.support.serving import COMMAND, Serving, curl_lines, running, send, serve_until_exit, wait_until_gone
 from tests.support.slow_model import slow_model
 
 DEMO = Path(hf_triton.__file__).parent / "demo"

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import Result
 
 from hf_triton.server import free_ports, lock_flags
 from hf_triton.testing import TritonServer
 from tests.support.chat import build_chat_checkpoint
-from tests.support.commands import Terminal, hf_triton
+from tests.support.commands import Terminal, hf_triton, in_process
 from tests.support.delay import DelayingProxy
 from tests.support.gateway import add_demo, num_running, wait_until
 from tests.support.serving import COMMAND
@@ -55,7 +56,7 @@ def run(server: TritonServer, *arguments: str, stdin: str = "") -> subprocess.Co
     return hf_triton(*arguments, f"--triton={server.grpc_url}", stdin=stdin)
 
 
-def refusal(done: subprocess.CompletedProcess[str]) -> str:
+def refusal(done: subprocess.CompletedProcess[str] | Result) -> str:
     """The sentence of a command that failed: one line, no traceback."""
     [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert "Traceback" not in done.stderr
@@ -278,8 +279,8 @@ def test_wrong_use_is_one_sentence(server: TritonServer, case: str) -> None:
     arguments, code, sentence = WRONG[case]
     address = [] if "--triton" in arguments[-1] else [f"--triton={server.grpc_url}"]
     stdin = STDIN.get(case, "Hello")
-    done = hf_triton(*arguments, *address, stdin=stdin)
-    assert done.returncode == code, done.stderr
+    done = in_process(*arguments, *address, stdin=stdin)
+    assert done.exit_code == code, done.stderr
     assert sentence in refusal(done)
     assert done.stdout == ""
 
@@ -287,17 +288,18 @@ def test_wrong_use_is_one_sentence(server: TritonServer, case: str) -> None:
 @pytest.mark.parametrize(
     "command", [["list"], ["status"], ["load", "demo"], ["unload", "demo"], ["generate", "demo", "x"], ["chat"]]
 )
-def test_no_server_is_named(command: list[str]) -> None:
+def test_no_server_is_named(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     address = f"127.0.0.1:{free_ports(1)[0]}"
-    done = hf_triton(*command, HF_TRITON_SERVER=address)
-    assert done.returncode == 4, done.stderr
+    monkeypatch.setenv("HF_TRITON_SERVER", address)
+    done = in_process(*command)
+    assert done.exit_code == 4, done.stderr
     assert f"no Triton answers gRPC at {address}" in refusal(done)
 
 
 @pytest.mark.parametrize("command", [["list"], ["generate", "demo", "x"]])
 def test_http_port_is_named(server: TritonServer, command: list[str]) -> None:
-    done = hf_triton(*command, f"--triton=127.0.0.1:{server.http_port}")
-    assert done.returncode == 4, done.stderr
+    done = in_process(*command, f"--triton=127.0.0.1:{server.http_port}")
+    assert done.exit_code == 4, done.stderr
     assert "is it the HTTP port?" in refusal(done)
 
 

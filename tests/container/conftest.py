@@ -189,17 +189,7 @@ def start(engine: Engine, image: str, refused: str, tmp_path: Path) -> Iterator[
                 arguments = _own_command(engine, image)
             if "tritonserver" in arguments:
                 port_arguments = port_arguments[:3]
-            command = [
-                engine.name,
-                *run,
-                "--name",
-                name,
-                *options,
-                *_limits(engine),
-                of,
-                *arguments,
-                *port_arguments,
-            ]
+            command = [engine.name, *run, "--name", name, *options, *_limits(engine), of, *arguments, *port_arguments]
             container = Container(engine, name, command, tmp_path / f"{name}.log", ports)
             stack.callback(container.remove)
             return container

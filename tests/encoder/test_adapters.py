@@ -30,11 +30,20 @@ ATTENTION = {
 """By family, the layers that recipes choose; the others have `query` and `value`."""
 TOLERANCE = 1e-5
 CASES = [
-    *((family, "embeddings") for family in ("bert", "distilbert", "modernbert", "xlm-roberta", "qwen3", "deberta-v2")),
-    *((family, "sequence") for family in ("bert", "roberta", "distilbert", "electra", "modernbert", "qwen3", "fnet")),
-    ("bert", "tokens"),
-    ("bert", "masks"),
+    *(
+        ("bert", "embeddings"),
+        ("qwen3", "embeddings"),
+        ("deberta-v2", "embeddings"),
+        ("bert", "tokens"),
+        ("bert", "masks"),
+    ),
+    *(("modernbert", "sequence"), ("fnet", "sequence")),
 ]
+MORE = [
+    *((family, "embeddings") for family in ("distilbert", "modernbert", "xlm-roberta")),
+    *((family, "sequence") for family in ("bert", "roberta", "distilbert", "electra", "qwen3")),
+]
+CASES += [pytest.param(*case, marks=pytest.mark.full) for case in MORE]
 
 
 def targets_of(family: str) -> dict[str, Any]:

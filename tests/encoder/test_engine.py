@@ -108,8 +108,7 @@ def test_cancelled_and_expired_groups_are_not_computed(forward: ObservedForward,
 
 
 @pytest.mark.parametrize(
-    ("error", "code"),
-    [(RuntimeError("no"), "generation_failed"), (torch.OutOfMemoryError("no"), "out_of_memory")],
+    ("error", "code"), [(RuntimeError("no"), "generation_failed"), (torch.OutOfMemoryError("no"), "out_of_memory")]
 )
 def test_a_failure_is_the_one_request_s_own(
     forward: ObservedForward, start: StartEncoder, error: Exception, code: str

@@ -22,12 +22,12 @@ from hf_triton.testing import ARCHITECTURES
 from tests.support.architectures import BATCH, CONTINUOUS, WHOLE, build, load, requests, some_in_make_test
 from tests.support.engine import NOT_CONTINUOUS, Client, Items, check, greedy_ids, only, start_engine, token_ids
 
-NUM_BATCH_REQUESTS = 24
+NUM_BATCH_REQUESTS = 16
 BLOCK_SIZE, NUM_BLOCKS = 16, 12
 """Of a pool that a few sequences fill: the longest has 8 blocks."""
 SHIPPED = [name for name in ARCHITECTURES if name not in NOT_CONTINUOUS]
 SHIPPED_BATCH = ["bloom", "mpt", "falcon-rw"]
-NUM_REQUESTS = 32
+NUM_REQUESTS = 24
 
 
 @contextmanager

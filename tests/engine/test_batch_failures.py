@@ -91,10 +91,7 @@ def raise_beyond_three(input_ids: torch.Tensor) -> None:
 
 @pytest.mark.parametrize(
     ("look", "batch_sizes"),
-    [
-        (poisoned(ValueError("poison")), [12, 6, 3, 2, 1, 1, 1, 3, 6]),
-        (raise_beyond_three, [12, 6, 3, 3, 6, 3, 3]),
-    ],
+    [(poisoned(ValueError("poison")), [12, 6, 3, 2, 1, 1, 1, 3, 6]), (raise_beyond_three, [12, 6, 3, 3, 6, 3, 3])],
     ids=["poison", "memory"],
 )
 def test_a_failed_batch_is_generated_in_halves(look: Any, batch_sizes: list[int], llama: Any) -> None:

@@ -92,9 +92,6 @@ def test_max_time_of_the_checkpoint_finishes_sequences(model: Any, monkeypatch: 
     assert [len(each.token_ids[0]) for each in submissions] == [1] * 3
 
 
-# --- shutdown --------------------------------------------------------------------------------------------------------
-
-
 def test_a_running_sequence_does_not_delay_the_close(model: Any) -> None:
     def listen(submission: Submission) -> bool:
         if len(submission.heard) == 3:

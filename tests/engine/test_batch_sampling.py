@@ -107,9 +107,6 @@ def test_best_of_returns_the_likeliest_sequences(llama: Any) -> None:
     assert best.completions == sorted(every.completions, key=likelihood, reverse=True)[:2]
 
 
-# --- listeners and end-of-sequence tokens ----------------------------------------------------------------------------
-
-
 def test_listeners_get_every_token_of_every_sequence_once(llama: Any) -> None:
     submissions = sampled_submissions()
     with FilledEngine(llama, max_num_seqs=4) as filled:
@@ -147,9 +144,6 @@ def test_sequences_of_a_batch_have_their_own_eos_tokens(
     assert [submission.token_ids for submission in submissions] == [[ids[:length]] for length in lengths]
     assert [each.completions[0].finish_reason for each in submissions] == ["eos", "eos", "length", "eos"]
     assert (len(spy.batch_sizes) == 1) == (bad_words_ids is None)
-
-
-# --- logprobs --------------------------------------------------------------------------------------------------------
 
 
 def log_softmax(model: Any, prompt_ids: list[int], token_ids: list[int]) -> torch.Tensor:

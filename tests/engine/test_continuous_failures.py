@@ -118,7 +118,14 @@ def check_nothing_is_held(engine: ContinuousBatchingEngine) -> None:
     assert (engine.memory.pool.num_held, engine.scheduler.running, list(engine.scheduler.waiting)) == (0, [], [])
 
 
-@pytest.mark.parametrize(("error", "runs_ahead"), [(BOOM, False), (BOOM, True), (NO_MEMORY, True)], ids=str)
+@pytest.mark.parametrize(
+    ("error", "runs_ahead"),
+    [
+        (BOOM, True),
+        *(pytest.param(*each, marks=pytest.mark.full) for each in ((BOOM, False), (NO_MEMORY, True))),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_failed_step_changes_no_output(
     place: str,

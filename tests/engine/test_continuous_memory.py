@@ -11,16 +11,7 @@ from hf_triton.engine.engine_config import EngineConfig
 from hf_triton.errors import RequestError, UnavailableError
 from hf_triton.runner.device import ChunkSizes
 from hf_triton.sampling.params import SamplingParams
-from tests.support.engine import (
-    DRAWN,
-    PROMPT,
-    Client,
-    Faulty,
-    StartEngine,
-    only,
-    prompts,
-    token_ids,
-)
+from tests.support.engine import DRAWN, PROMPT, Client, Faulty, StartEngine, only, prompts, token_ids
 from tests.support.reference import solo_ids
 
 pytestmark = pytest.mark.full

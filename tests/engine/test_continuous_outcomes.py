@@ -30,8 +30,6 @@ from tests.support.engine import (
 )
 from tests.support.reference import solo_ids
 
-# --- finish reasons --------------------------------------------------------------------------------------------------
-
 
 def test_listener_gets_every_token_and_can_stop_the_sequence(model: Any, start: StartEngine) -> None:
     whole = solo_ids(model, PROMPT, 20)
@@ -76,9 +74,6 @@ def test_a_sequence_ends_at_its_deadline_with_its_tokens(model: Any, start: Star
     assert completion.finish_reason == "deadline"
     assert 0 < len(completion.token_ids) < 240
     assert completion.token_ids == solo_ids(model, PROMPT, len(completion.token_ids))
-
-
-# --- the queue -------------------------------------------------------------------------------------------------------
 
 
 def test_slow_constraint_does_not_block_the_queue(start: StartEngine) -> None:
@@ -139,18 +134,12 @@ def test_the_load_counts_free_slots(start: StartEngine) -> None:
     assert all(isinstance(outcome, list) for outcome in client.outcomes())
 
 
-# --- sequence groups -------------------------------------------------------------------------------------------------
-
-
 def test_sequences_of_a_group_share_its_prefill(start: StartEngine) -> None:
     engine = start(enable_prefix_caching=False)
     counting = Counting(engine)
     outcome = Client(engine).ask(list(range(10, 110)), replace(DRAWN, max_new_tokens=1, num_return_sequences=6))
     assert len(token_ids(outcome)) == 6
     assert counting.num_tokens == 100
-
-
-# --- log probabilities -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("chunk_size", [16, 512])

@@ -20,8 +20,6 @@ from tests.support.architectures import BASE, build
 from tests.support.engine import PROMPT, Client, StartEngine, error_code, only, prompts, token_ids
 from tests.support.reference import solo_ids
 
-# --- what a step computes --------------------------------------------------------------------------------------------
-
 
 class Steps:
     """The engine's runner, which notes each step and asks `before` first."""
@@ -69,9 +67,6 @@ def test_chunks_beside_decoding_shrink_with_the_context_on_a_cpu() -> None:
 def test_a_cuda_device_runs_more_sequences() -> None:
     contexts = [DeviceContext(None), *(DeviceContext(torch.device(name)) for name in ("cpu", "cuda:1", "xpu"))]
     assert [context.max_num_seqs for context in contexts] == [32, 32, 256, 32]
-
-
-# --- one step ahead --------------------------------------------------------------------------------------------------
 
 
 def run_ahead(engine: ContinuousBatchingEngine) -> ContinuousBatchingEngine:
@@ -159,9 +154,6 @@ def test_failed_step_ahead_keeps_nothing_of_its_sequence(start: StartEngine) -> 
     assert error_code(outcome) == "generation_failed"
     engine.close()
     assert engine.executor._inflight is None
-
-
-# --- shared blocks ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_running", [False, True])

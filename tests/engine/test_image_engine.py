@@ -195,9 +195,6 @@ def test_log_probabilities_of_a_prompt_with_images(llava: Seeing) -> None:
             assert [score.logprob for score in completion.prompt_logprobs] == pytest.approx(expected, abs=1e-4)
 
 
-# --- by generate -----------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(params=["continuous", "batch"])
 def by_generate(request: pytest.FixtureRequest, llava: Seeing, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Engines that run prompts with images by `generate`."""

@@ -222,7 +222,7 @@ def test_thinking_is_the_models_own_up_to_its_budget(
     assert unbounded.finish_reason == "length"
 
 
-@pytest.mark.parametrize("engine", ["continuous", "batch"])
+@pytest.mark.parametrize("engine", ["continuous", pytest.param("batch", marks=pytest.mark.full)])
 def test_an_answer_of_gpt_oss_begins_in_its_final_channel(
     engine: str, tmp_path: Path, start: Callable[..., GenerationEngine]
 ) -> None:

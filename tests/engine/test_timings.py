@@ -153,12 +153,7 @@ def start(request: pytest.FixtureRequest, checkpoint: Path, door: Any) -> Iterat
         closing.callback(config.sender.close)
         closing.callback(task.close)
         model._dispatcher = Dispatcher(
-            task,
-            config,
-            poller=RequestPoller(),
-            meter=meter,
-            cancel_elsewhere=lambda request_id: None,
-            closing=closing,
+            task, config, poller=RequestPoller(), meter=meter, cancel_elsewhere=lambda request_id: None, closing=closing
         )
         started.append(model)
         return model
@@ -218,11 +213,7 @@ def test_timings_pass_a_stream_door(
     with tempfile.TemporaryDirectory(dir="/dev/shm") as root:
         monkeypatch.setattr(address, "ROOT", Path(root))
         server = DoorServer(
-            "plain",
-            1,
-            take=model._dispatcher.take,
-            begin_request=Meter().begin_request,
-            poller=RequestPoller(),
+            "plain", 1, take=model._dispatcher.take, begin_request=Meter().begin_request, poller=RequestPoller()
         )
         server.open()
         engines = Engines("plain")

@@ -103,9 +103,6 @@ def in_two(model: torch.nn.Module) -> dict[str, str]:
     return places | {name: "cuda:0" if is_tied else "cuda:1" for name, _ in model.named_children() if name != base}
 
 
-# --- running ahead ---------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
     noted: list[Step] = []
@@ -171,9 +168,6 @@ def test_a_sequence_that_needs_the_host_stops_no_other(waits: list[str], steps: 
             ahead = [step.stays_inflight for step in steps if step.ranges]
             assert sum(ahead) >= len(ahead) - 2
             assert sum(len(step.ranges) == 3 for step in steps) >= 18  # it sits out, or has ended
-
-
-# --- at load ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["llama", "granite4"])

@@ -100,9 +100,6 @@ def test_models_whose_rotation_writes_are_told_by_trying(name: str, early: list[
     assert hooks(model) == expected
 
 
-# --- between rotation and update -------------------------------------------------------------------------------------
-
-
 class Passing(nn.Module):
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         return states
@@ -174,9 +171,6 @@ def test_what_changes_since_the_trial_is_written(name: str, early: list[bool]) -
     assert any(early) == (is_written or "module" in name)
 
 
-# --- layers with adapters, weights of other kinds --------------------------------------------------------------------
-
-
 class Adapted(nn.Module):
     """A linear layer with an adapter, which adds to its output or makes another one."""
 
@@ -234,9 +228,6 @@ def test_products_that_stay_apart_are_written_too(early: list[bool]) -> None:
     assert_same(model)
     assert hooks(model) == 2
     assert any(early)
-
-
-# --- what is written -------------------------------------------------------------------------------------------------
 
 
 @torch.inference_mode()

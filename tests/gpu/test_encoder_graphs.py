@@ -165,9 +165,6 @@ def test_graphs_are_captured_at_load_the_largest_first_in_one_pool(monkeypatch: 
     assert len(pools) == 1
 
 
-# --- falling back ----------------------------------------------------------------------------------------------------
-
-
 def test_a_model_that_waits_for_the_device_runs_eagerly(caplog: pytest.LogCaptureFixture) -> None:
     def wait(module: Any, arguments: Any, output: torch.Tensor) -> None:
         output.sum().item()

@@ -42,9 +42,6 @@ def test_batch_engine_equals_generate(name: str) -> None:
         check_beside_generate(engine, model if HAS_GPU else plain)
 
 
-# --- sampler ---------------------------------------------------------------------------------------------------------
-
-
 def test_device_samples_what_the_host_samples() -> None:
     source = random.Random(0)
     logits = torch.randn(4 * len(ONE_BY_ONE), VOCABULARY, generator=torch.Generator().manual_seed(0)) * 4
@@ -63,9 +60,6 @@ def test_device_samples_what_the_host_samples() -> None:
         assert (found.logprobs is None) is (wanted.logprobs is None)
         if found.logprobs and wanted.logprobs:
             assert found.logprobs.logprob == pytest.approx(wanted.logprobs.logprob, abs=1e-4)
-
-
-# --- from a checkpoint -----------------------------------------------------------------------------------------------
 
 
 def load(folder: Path, placement: Placement, **settings: Any) -> Checkpoint:

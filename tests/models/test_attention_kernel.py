@@ -124,7 +124,7 @@ def test_kernels_compile_ahead(compiled: Call) -> None:
 
 
 def test_the_first_tile_fits_devices_with_little_memory_and_its_loads_overlap() -> None:
-    capabilities = "89", "90"
+    capabilities = ("89",)  # 99 KB for each program; 90 has 227
     if not (FOLDER / ".set-up").exists():
         pytest.skip(f"Triton's language is not in {FOLDER}: make test-all installs it")
     command = sys.executable, "benchmarks/gpu/compile_ahead.py", "--capability", *capabilities

@@ -26,9 +26,6 @@ def machine(tmp_path: Path) -> Machine:
     return machine
 
 
-# --- the machine's memory ---------------------------------------------------------------------------------------------
-
-
 def test_without_cgroups_available_memory_is_free(machine: Machine) -> None:
     assert free_mib(machine) == 1000
 
@@ -123,9 +120,6 @@ def test_torchs_reserve_on_a_cuda_device_counts_as_free() -> None:
     assert torch.cuda.memory_reserved(device) >= 256 * MIB
     assert with_block <= before - 200 * MIB
     assert free.of(device) >= with_block + 256 * MIB - 8 * MIB
-
-
-# --- the budget -------------------------------------------------------------------------------------------------------
 
 
 class Pool:

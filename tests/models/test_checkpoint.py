@@ -105,10 +105,7 @@ def test_mismatched_tensors_are_refused(checkpoint: Path, damage: Callable[[Path
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (
-            {"vocab_size": 1 << 23},
-            r"of its sizes 1,073,8.* \(model.embed_tokens.weight alone is \[8388608, 64",
-        ),
+        ({"vocab_size": 1 << 23}, r"of its sizes 1,073,8.* \(model.embed_tokens.weight alone is \[8388608, 64"),
         ({"intermediate_size": 1 << 40}, "do not match its config: its files hold 123,200 numbers"),
         ({"num_hidden_layers": 900_000}, "more than 10042 tensors by its config, against 21 tensors in its files"),
         ({"num_hidden_layers": 10**9}, "has num_hidden_layers 1000000000, more than the 1000000 that are read"),

@@ -64,6 +64,19 @@ def test_invalid_defaults_are_refused(checkpoint: Path, defaults: Any, words: st
     assert words in raised.value.sentence
 
 
+@pytest.mark.parametrize(
+    ("pack_weights", "words"),
+    [("auto", "(chosen by timing, "), (True, " linear layers packed for oneDNN"), (False, "")],
+)
+def test_pack_weights_is_followed(
+    checkpoint: Path, pack_weights: Any, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "hf_triton")
+    start(checkpoint, ModelSettings(huggingface_model=str(checkpoint), pack_weights=pack_weights)).close()
+    assert words in caplog.text
+    assert (" packed for oneDNN" in caplog.text) == bool(words)
+
+
 @pytest.mark.parametrize("defaults", [{}, {"n": 4, "temperature": 1.0}, {"guided_choice": ["yes", "no"]}])
 def test_valid_defaults_are_accepted(checkpoint: Path, defaults: Any) -> None:
     build(checkpoint, **defaults)

@@ -124,9 +124,6 @@ def test_the_engine_packs_it(model: Any) -> None:
         check(model, Client(engine), items, expected=greedy_ids(model, items))
 
 
-# --- bfloat16 to FP8 at load, by torchao ------------------------------------------------------------------------------
-
-
 def test_torchao_quantises_at_load_and_the_engine_packs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = build_tiny_checkpoint(tmp_path / "plain", "llama", eos_token_id=None)
     plain = load(folder)

@@ -19,15 +19,7 @@ from hf_triton.hub.pretrained import load_config, load_model
 from hf_triton.settings import ModelSettings
 from hf_triton.testing import LoopbackHub, build_tiny_checkpoint
 from tests.support.commands import hf_triton
-from tests.support.fp8_blocks import (
-    CONFIG,
-    KERNEL,
-    edit_config,
-    quantize,
-    widen,
-    write_kernel,
-    write_stand_in,
-)
+from tests.support.fp8_blocks import CONFIG, KERNEL, edit_config, quantize, widen, write_kernel, write_stand_in
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.full
@@ -146,9 +138,6 @@ def test_mxfp4_is_widened_and_not_without_its_scales(tmp_path: Path) -> None:
     name = "model.layers.0.mlp.experts.down_proj"
     edit_tensors(tmp_path, **{f"{name}_scales": None})
     assert f"{name}_blocks of {tmp_path} has no scales ({name}_scales)" in refusal(tmp_path)
-
-
-# --- with a GPU, which a pretended capability stands in for ----------------------------------------------------------
 
 
 @pytest.fixture

@@ -69,9 +69,6 @@ def test_what_cannot_be_seen_is_not_guessed(name: str, tmp_path: Path) -> None:
     assert measure_outline(without_weights(load(name, tmp_path))) is None
 
 
-# --- what fits ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["llama", "zamba2"])
 @pytest.mark.parametrize("context", [100, 1024, 5000])
 def test_so_many_sequences_fit_a_gpu_and_no_more(name: str, context: int, tmp_path: Path) -> None:

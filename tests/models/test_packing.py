@@ -25,7 +25,7 @@ from tests.support.architectures import BASE, BATCH, CONTINUOUS, WHOLE, build, r
 from tests.support.engine import Client, check, start_engine
 from tests.support.reference import load_reference, solo_ids
 
-NUM_REQUESTS = 24
+NUM_REQUESTS = 10
 READS_ITS_WEIGHTS = ("mamba", "falcon-mamba", "jamba", "longcat", "reformer")
 PROMPT = [7, 11, 13, 200, 5]
 

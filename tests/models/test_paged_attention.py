@@ -247,10 +247,7 @@ def test_small_inputs_are_computed_by_one_thread(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.usefixtures("always", "anew")
 @pytest.mark.parametrize(
     ("name", "module", "says"),
-    [
-        ("llvm", None, "pip install 'hf-triton[cpu]'"),
-        ("paged_kernel", SimpleNamespace(WIDENED=WIDENED), "ImportError"),
-    ],
+    [("llvm", None, "pip install 'hf-triton[cpu]'"), ("paged_kernel", SimpleNamespace(WIDENED=WIDENED), "ImportError")],
 )
 @torch.inference_mode()
 def test_without_a_kernel_there_is_none(

@@ -103,9 +103,6 @@ def test_parts_of_pages_are_kept() -> None:
     assert torch.equal(blocks.keys, kept)
 
 
-# --- states ----------------------------------------------------------------------------------------------------------
-
-
 def step_of(slots: list[int], *, is_new: bool) -> StepTensors:
     parts = [tokens(0, 2, [0], slot) if is_new else tokens(2, 3, [0], slot) for slot in slots]
     return StepTensors(parts, SIZE, CPU)
@@ -171,9 +168,6 @@ def test_states_are_copied_to_slots_beyond_the_buffer() -> None:
     layer.copy([(0, 7)])
     layer.copy([(7, 3), (1, 7)])
     assert advance(layer, [3, 7]) == [1, 2]
-
-
-# --- the cache -------------------------------------------------------------------------------------------------------
 
 
 def test_layers_are_those_of_the_model() -> None:

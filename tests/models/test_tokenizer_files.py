@@ -83,9 +83,6 @@ def refused(folder: Path) -> CheckpointError:
     return raised.value
 
 
-# --- sentencepiece ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_sentencepiece_model_is_read_as_sentencepiece_reads_it(name: str, tmp_path: Path) -> None:
     family = FAMILIES[name]
@@ -111,8 +108,6 @@ def test_marian_s_files_are_downloaded(tmp_path: Path) -> None:
         found = Hub(tmp_path, ModelSettings(huggingface_model="acme/opus"), environment).resolve_model()
     assert {path.name for path in found.iterdir()} >= {"source.spm", "target.spm", "vocab.json"}
 
-
-# --- the other formats -----------------------------------------------------------------------------------------------
 
 PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "old", "har", "##bour"]
 LETTERS = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", "<|endoftext|>", *"theoldharbur", "Ġ", "th", "the", "Ġo"]

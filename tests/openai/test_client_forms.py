@@ -192,9 +192,6 @@ def test_a_format_beside_a_forced_call_is_for_text(gateway: GatewayThread, choic
     assert set(json.loads(call["function"]["arguments"])) == {"a"}
 
 
-# --- names of models --------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def with_default(triton: TritonServer) -> Iterator[GatewayThread]:
     config = GatewayConfig(triton=triton.grpc_url, port=0, default_model="tiny")
@@ -239,9 +236,6 @@ def test_a_tokenizer_says_what_it_is(gateway: GatewayThread, name: str) -> None:
     assert "content" in answer.json()["chat_template"]
     assert answer.json()["tokenizer_class"]
     assert answer.json().keys() <= {*CONFIG, *SPECIAL, "tokenizer_class", "chat_template"}  # nothing of the host
-
-
-# --- answers ----------------------------------------------------------------------------------------------------------
 
 
 def test_cached_tokens_are_told_everywhere(gateway: GatewayThread) -> None:

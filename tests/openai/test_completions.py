@@ -120,10 +120,7 @@ def test_what_stands_before_a_suffix_is_filled_in(client: openai.OpenAI, stream:
 def test_a_suffix_needs_a_model_that_fills_in(client: openai.OpenAI) -> None:
     for fields, sentence in (
         ({"suffix": "b"}, "suffix needs tokens for filling in the middle"),
-        (
-            {"suffix": "b", "echo": True},
-            "echo cannot be combined with suffix",
-        ),
+        ({"suffix": "b", "echo": True}, "echo cannot be combined with suffix"),
     ):
         with pytest.raises(openai.BadRequestError, match=sentence):
             client.completions.create(model="demo", prompt="a", **fields)  # type: ignore[call-overload]

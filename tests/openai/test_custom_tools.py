@@ -26,10 +26,7 @@ TOOLS: list[Any] = [
         "type": "namespace",
         "name": "mcp__map__",
         "description": "A map.",
-        "tools": [
-            {"type": "function", "name": "locate", "parameters": CITY},
-            {"type": "custom", "name": "draw"},
-        ],
+        "tools": [{"type": "function", "name": "locate", "parameters": CITY}, {"type": "custom", "name": "draw"}],
     },
     {"type": "web_search"},
     {"type": "function", "name": "weather", "parameters": CITY},

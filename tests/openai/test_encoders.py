@@ -288,12 +288,7 @@ def test_labels_of_an_adapter_with_a_head_of_its_own(
 NO_ADAPTER: dict[str, tuple[int, dict[str, str], str, str]] = {
     "unknown": (404, {"model": "minilm:lav"}, "model", "there is no adapter 'lav', did you mean 'law'?"),
     "unknown by its name": (404, {"model": "minilm", "lora_name": "lav"}, "lora_name", "there is no adapter 'lav'"),
-    "two": (
-        400,
-        {"model": "minilm:law", "lora_name": "own"},
-        "lora_name",
-        "model names the adapter law, and",
-    ),
+    "two": (400, {"model": "minilm:law", "lora_name": "own"}, "lora_name", "model names the adapter law, and"),
 }
 
 

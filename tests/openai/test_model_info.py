@@ -110,9 +110,6 @@ def test_a_variable_that_no_template_reads_is_a_hint(gateway: GatewayThread, nam
     assert (answer.status_code, answer.headers[hints.HEADER]) == (200, "reasoning.effort")
 
 
-# --- without a server ------------------------------------------------------------------------------------------------
-
-
 def config(*inputs: dict[str, Any], backend: str = "python", max_batch_size: int = 0) -> Any:
     outputs = [{"name": name, "data_type": "TYPE_STRING", "dims": [-1]} for name in ("output", "num_input_tokens")]
     return model_config_pb2.ModelConfig(

@@ -22,7 +22,7 @@ from hf_triton_gateway.gateway_config import GatewayConfig
 from tests.support.chat_page import NARROW, WIDE, Chat, delta
 from tests.support.gateway import GatewayThread, num_running, wait_until
 
-pytestmark = pytest.mark.full  # `make test-page` runs it, too
+pytestmark = pytest.mark.full  # `make test-page` runs it
 
 FIGURES = re.compile(r"[\d,]+ tokens · [\d,.]+ tokens/s · first token after [\d.]+ s")
 HTML = "<img src=x onerror=document.title='run'><b>bold</b>"

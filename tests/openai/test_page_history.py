@@ -15,7 +15,7 @@ from playwright.sync_api import expect
 from tests.support.chat_page import Chat, delta
 from tests.support.gateway import GatewayThread
 
-pytestmark = pytest.mark.full  # `make test-page` runs it, too
+pytestmark = pytest.mark.full  # `make test-page` runs it
 
 FORBIDDEN = "Object.defineProperty(window, 'localStorage', { get() { throw new Error('forbidden'); } })"
 FULL = "Storage.prototype.setItem = function () { throw new DOMException('full', 'QuotaExceededError'); }"
@@ -114,9 +114,6 @@ def test_what_another_release_has_kept_is_passed_over(open_page: Callable[..., C
     chat.open(gateway.url)
     chat.ask("Hello")
     assert chat.errors == []
-
-
-# --- the model's defaults and context ---------------------------------------------------------------------------------
 
 
 def test_empty_fields_show_the_models_defaults(chat: Chat, gateway: GatewayThread) -> None:

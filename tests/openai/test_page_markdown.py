@@ -12,7 +12,7 @@ from playwright.sync_api import Browser, Page
 from hf_triton_gateway.gateway_config import GatewayConfig
 from tests.support.gateway import GatewayThread
 
-pytestmark = pytest.mark.full  # `make test-page` runs it, too
+pytestmark = pytest.mark.full  # `make test-page` runs it
 
 DRAW = """async (text) => {
     const { Markdown } = await import("/page/markdown.js");

@@ -18,7 +18,7 @@ from hf_triton_gateway.gateway_config import GatewayConfig
 from tests.support.chat_page import Chat, delta
 from tests.support.gateway import GatewayThread
 
-pytestmark = pytest.mark.full  # `make test-page` runs it, too
+pytestmark = pytest.mark.full  # `make test-page` runs it
 
 TASKS = {
     "demo": "text-generation",

@@ -19,7 +19,7 @@ from tests.support.chat_page import NARROW, WIDE, Chat
 from tests.support.gateway import GatewayThread
 from tests.support.tasks import reference, save_task_checkpoint
 
-pytestmark = pytest.mark.full  # `make test-page` runs it, too
+pytestmark = pytest.mark.full  # `make test-page` runs it
 
 ENTITIES = {0: "O", 1: "B-PER", 2: "I-PER", 3: "B-LOC", 4: "I-LOC"}
 HEADS = {

@@ -39,11 +39,7 @@ PNG, WAV = encoded(IMAGES[0]), encode(sound(1.0))
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("checkpoints")
     saved = {name: save_task_checkpoint(root / name, *head[:2], **head[2]) for name, head in HEADS.items()}
-    return {
-        **saved,
-        "vit": save_image_checkpoint(root / "vit", "vit"),
-        "whisper": save_whisper(root / "whisper"),
-    }
+    return {**saved, "vit": save_image_checkpoint(root / "vit", "vit"), "whisper": save_whisper(root / "whisper")}
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +59,6 @@ def gateway(
 @pytest.fixture(scope="module")
 def client_of(gateway: GatewayThread) -> Callable[..., InferenceClient]:
     return lambda model="": InferenceClient(gateway.url + (f"/?model={model}" if model else ""))
-
-
-# --- images and audio ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model", ["", "vit"])
@@ -123,9 +116,6 @@ def test_parameters_of_audio_reach_the_model(client_of: Callable[..., InferenceC
         assert heard.chunks is not None
     with pytest.raises(Exception, match=r"there is no input or parameter 'parameters[.]beams'"):
         client_of("whisper").automatic_speech_recognition(WAV, extra_body={"beams": 2})
-
-
-# --- texts -----------------------------------------------------------------------------------------------------------
 
 
 def test_texts_are_classified(client_of: Callable[..., InferenceClient], checkpoints: dict[str, Path]) -> None:
@@ -234,9 +224,6 @@ def test_wrong_requests_are_refused(gateway: GatewayThread, name: str) -> None:
     request, status, sentence = REFUSED[name]
     answer = httpx.post(f"{gateway.url}/", timeout=60, **request)
     assert (answer.status_code, answer.json()["error"][: len(sentence)]) == (status, sentence), answer.text
-
-
-# --- tokenizers ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model", ["vectors", "reranker", "masks", "whisper"])

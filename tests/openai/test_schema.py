@@ -25,12 +25,7 @@ from tests.support.gateway import GatewayThread
 
 pytestmark = pytest.mark.full
 
-CHECKS: list[Any] = [
-    not_a_server_error,
-    status_code_conformance,
-    content_type_conformance,
-    response_schema_conformance,
-]
+CHECKS: list[Any] = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 HELLO = [{"role": "user", "content": "Hello!"}]
 LIMITS = {
     "model": "tiny",
@@ -113,7 +108,7 @@ def test_answers_are_those_of_the_document(healthy: GatewayThread, name: str, mo
     is_valid, statuses = mode is GenerationMode.POSITIVE, set[int]()
 
     @settings(
-        max_examples=60,
+        max_examples=30,
         derandomize=True,
         database=None,
         deadline=None,

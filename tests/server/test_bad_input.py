@@ -72,7 +72,7 @@ def take_health(server: TritonServer) -> Health:
 
 
 def find_stubs(server: TritonServer) -> frozenset[int]:
-    """The process ids of the server's Python stubs."""
+    """The process ids of the models' Python stubs: the server may still be unloading others."""
     assert server.process is not None
     found = set()
     for folder in Path("/proc").glob("[0-9]*"):
@@ -81,7 +81,8 @@ def find_stubs(server: TritonServer) -> frozenset[int]:
             command = (folder / "cmdline").read_bytes()
         except OSError:  # it ended meanwhile
             continue
-        if int(parent) == server.process.pid and b"triton_python_backend_stub" in command:
+        is_own = any(f"/{model}/1/".encode() in command for model in (PLAIN, TYPED))
+        if int(parent) == server.process.pid and b"triton_python_backend_stub" in command and is_own:
             found.add(int(folder.name))
     return frozenset(found)
 
@@ -91,6 +92,7 @@ def healthy(server: TritonServer) -> Health:
     health = take_health(server)
     assert health.is_live
     assert health.are_models_ready == (True, True)
+    assert len(health.stubs) >= 2
     return health
 
 
@@ -153,15 +155,11 @@ ALLOWED = {
     "top_k": "an integer >= -1 and <= 2147483647",
     "seed": "an integer >= 0 and <= 9223372036854775807",
 }
-IMPOSSIBLE: dict[str, list[object]] = {
-    "max_new_tokens": ["5", 5.0, -5, 4294967301, 2**63, 1e300],
-    "do_sample": ["true", 1],
-    "temperature": [True, 100.5, float("nan"), float("-inf")],
-    "top_k": [4294967301],
-    "seed": [-2],
-}
+IMPOSSIBLE = [
+    *(("max_new_tokens", "5"), ("max_new_tokens", 2**63), ("do_sample", 1), ("temperature", float("nan"))),
+    *(("top_k", 4294967301), ("seed", -2)),
+]
 """A value of each kind that a door carries in its own way; `tests/unit/test_parameters.py` has every border."""
-PAIRS = [pytest.param(name, value, id=f"{name}={value!r}") for name, values in IMPOSSIBLE.items() for value in values]
 
 
 def doors_for_parameter(name: str, value: object) -> dict[str, Door]:
@@ -197,7 +195,7 @@ def as_tensor(name: str, value: object) -> Any:
     return kind(value) if is_whole and np.iinfo(kind).min <= value <= np.iinfo(kind).max else None
 
 
-@pytest.mark.parametrize(("name", "value"), PAIRS)
+@pytest.mark.parametrize(("name", "value"), IMPOSSIBLE)
 def test_out_of_range_value_is_refused_at_every_endpoint(server: TritonServer, name: str, value: object) -> None:
     for door, ask in doors_for_parameter(name, value).items():
         answer = ask(server)

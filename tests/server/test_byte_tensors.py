@@ -97,9 +97,6 @@ def ask(server: TritonServer, model: str, texts: list[str], **parameters: object
     return texts_of(infer(server, model, texts, SHAPES[model](len(texts)), parameters, timeout_s=120))
 
 
-# --- shapes ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("model", "shape"),
     [("flat", [1]), ("flat", [3]), ("one", [1, 1]), ("one", [1, 3]), ("eight", [1, 1]), ("eight", [8, 1])],
@@ -131,9 +128,6 @@ def test_n_prompts_give_n_answers_in_order(
     assert ask(server, model, texts) == [reference.text(text, 8) for text in texts]
 
 
-# --- texts -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", TEXTS)
 @pytest.mark.parametrize("model", ["flat", "eight"])
 def test_prompt_is_returned_unchanged_before_the_continuation(
@@ -153,8 +147,6 @@ def test_empty_prompt_is_refused_if_the_model_has_no_bos_token(server: TritonSer
     assert "text_input row 1 is empty" in refused.error
     assert infer(server, "no_beginning", ["fine"]).status == 200
 
-
-# --- batch invariance ------------------------------------------------------------------------------------------------
 
 NUM_THREADS = 16
 
@@ -195,8 +187,6 @@ def test_an_answer_depends_on_its_prompt_alone(
     assert answers == [alone[place] for place in order]
 
 
-# --- sampling --------------------------------------------------------------------------------------------------------
-
 SAMPLED = {"temperature": 1.5, "max_new_tokens": 12}
 
 
@@ -225,8 +215,6 @@ def test_sequences_of_a_prompt_are_adjacent(
         assert len(set(own)) == 3
         assert own == ask(server, model, [text], **asked)
 
-
-# --- every way of giving parameters ----------------------------------------------------------------------------------
 
 PARAMETERS: dict[str, Any] = {
     "max_new_tokens": 24,

@@ -62,9 +62,6 @@ def http_url(server: TritonServer) -> str:
     return f"{server.host}:{server.http_port}"
 
 
-# --- outputs by name -------------------------------------------------------------------------------------------------
-
-
 COUNTS = ["num_input_tokens", "num_output_tokens", "finish_reason"]
 
 
@@ -90,9 +87,6 @@ def test_requested_outputs_are_filled(server: TritonServer, checkpoint: Path, mo
         with pytest.raises(InferenceServerException, match="prompt_logprobs is filled by the parameter of that name"):
             ask("text_output", "prompt_logprobs")
         assert ask("prompt_logprobs", prompt_logprobs=0).as_numpy("prompt_logprobs").size == 1
-
-
-# --- the four clients ------------------------------------------------------------------------------------------------
 
 
 def ask_http(server: TritonServer, texts: list[str], parameters: dict[str, Any], model: str) -> list[str]:
@@ -195,9 +189,6 @@ def test_every_client_gets_the_output_of_transformers(
 def test_every_client_gets_a_refusal_in_words(client: str, server: TritonServer) -> None:
     with pytest.raises(InferenceServerException, match="max_new_tokens must be an integer >= 1"):
         CLIENTS[client](server, TEXTS, BAD, "plain")
-
-
-# --- many at once ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model", ["plain", "batched"])

@@ -45,11 +45,7 @@ def test_model_uses_its_share_of_the_cores_beside_a_busy_model(
     checkpoint = build_tiny_checkpoint(tmp_path / "checkpoint", "llama")
     for name, engine, pause_s in (("slow", "continuous", 0.1), ("continuous", "continuous", 0), ("batch", "batch", 0)):
         folder = make_folder(
-            tmp_path / "repository",
-            name,
-            huggingface_model=checkpoint,
-            engine=engine,
-            exclude_input_in_output="true",
+            tmp_path / "repository", name, huggingface_model=checkpoint, engine=engine, exclude_input_in_output="true"
         )
         (folder / "1" / "model.py").write_text(MODEL.format(pause_s=pause_s))
     with TritonServer(tmp_path / "repository", exit_on_error=True) as server, ThreadPoolExecutor() as pool:

@@ -252,10 +252,7 @@ def test_each_vllm_backend_output_comes_on_request(server: TritonServer) -> None
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        (
-            {"lora_name": "mine"},
-            "adapter_not_found: there is no adapter 'mine': this model has no adapters",
-        ),
+        ({"lora_name": "mine"}, "adapter_not_found: there is no adapter 'mine': this model has no adapters"),
         (
             {"sampling_parameters": '{"lora_name": "mine"}'},
             "adapter_not_found: there is no adapter 'mine': this model has no adapters",
@@ -292,10 +289,8 @@ OPENAI_COMPLETION = {
 """What it makes of a request of OpenAI's, its defaults included."""
 
 
-@pytest.mark.parametrize("more", [{}, {"logprobs": False}, {"best_of": 1}, {"stop": ["never"]}], ids=str)
-def test_triton_s_openai_frontend_with_backend_vllm(
-    ask: Callable[[Tensors], dict[str, list[Any]]], more: dict[str, object], whole: str
-) -> None:
+def test_triton_s_openai_frontend_with_backend_vllm(ask: Callable[[Tensors], dict[str, list[Any]]], whole: str) -> None:
+    more = {"logprobs": False, "best_of": 1, "stop": ["never"]}
     found = ask(
         {
             "return_logprobs": ("BOOL", [False]),
@@ -307,11 +302,7 @@ def test_triton_s_openai_frontend_with_backend_vllm(
             "return_num_output_tokens": ("BOOL", [True]),
         }
     )
-    assert found == {
-        "text_output": [whole],
-        "num_input_tokens": [NUM_INPUT_TOKENS],
-        "num_output_tokens": [NUM_TOKENS],
-    }
+    assert found == {"text_output": [whole], "num_input_tokens": [NUM_INPUT_TOKENS], "num_output_tokens": [NUM_TOKENS]}
 
 
 def test_triton_s_openai_frontend_as_for_tensorrt_llm(
@@ -340,8 +331,7 @@ def test_triton_s_openai_frontend_as_for_tensorrt_llm(
 # --- TensorRT-LLM ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_batched", [False, True], ids=["[1]", "[1, 1]"])
-@pytest.mark.parametrize("seed", ["seed", "random_seed"])
+@pytest.mark.parametrize(("is_batched", "seed"), [(False, "seed"), (True, "random_seed")], ids=["[1]", "[1, 1]"])
 def test_tensorrt_llms_tensors(
     server: TritonServer, ask: Callable[[Tensors], dict[str, list[Any]]], is_batched: bool, seed: str
 ) -> None:

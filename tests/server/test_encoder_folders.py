@@ -103,9 +103,6 @@ def line_of_document(beginning: str) -> str:
     return line
 
 
-# --- ready folders ---------------------------------------------------------------------------------------------------
-
-
 def test_ready_folders_are_served_as_they_are(server: TritonServer) -> None:
     for folder in READY:
         name = Path(folder).name
@@ -165,9 +162,6 @@ def test_batching_folder_gives_a_row_for_each_text(server: TritonServer, expecte
     np.testing.assert_allclose(vectors_of(outputs), expected, atol=TOLERANCE)
 
 
-# --- a task of one's own ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("as_angle", [False, True])
 def test_task_of_the_documents_compares_texts(
     as_angle: bool, server: TritonServer, expected: npt.NDArray[np.float32]
@@ -182,9 +176,6 @@ def test_task_of_the_documents_compares_texts(
     assert output["shape"] == [len(TEXTS) - 1]
     wanted = np.degrees(np.arccos(cosines)) if as_angle else cosines
     np.testing.assert_allclose(output["data"], wanted, rtol=1e-4, atol=TOLERANCE)
-
-
-# --- sparse embeddings -----------------------------------------------------------------------------------------------
 
 
 def test_sparse_embeddings_by_the_document_s_request(server: TritonServer, splade_checkpoint: Path) -> None:
@@ -208,9 +199,6 @@ def test_a_layer_beside_the_model_comes_from_the_hub(server: TritonServer, lexic
     for text, row in zip(output["data"], expected_lexical(lexical_checkpoint, TEXTS), strict=True):
         assert json.loads(text)["indices"] == np.flatnonzero(row).tolist()
         np.testing.assert_allclose(json.loads(text)["values"], row[np.flatnonzero(row)], atol=TOLERANCE)
-
-
-# --- feature extraction ----------------------------------------------------------------------------------------------
 
 
 def test_features_as_json_and_as_a_tensor(server: TritonServer) -> None:

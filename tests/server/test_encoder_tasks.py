@@ -83,9 +83,6 @@ def generate(server: TritonServer, model: str, **fields: Any) -> dict[str, Any]:
     return answer
 
 
-# --- ready folders ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", READY)
 def test_ready_folders_are_served_as_they_are(server: TritonServer, name: str) -> None:
     for file in ("config.pbtxt", "1/model.py"):
@@ -135,19 +132,11 @@ def test_masks_are_filled_and_labels_entailed(server: TritonServer, checkpoints:
     assert sum(answer["score"]) == pytest.approx(1, abs=1e-5)
 
 
-# --- other servers' requests, as printed -----------------------------------------------------------------------------
-
-
 def test_mlserver_asks_a_question(server: TritonServer) -> None:
     request = {
         "inputs": [
             {"name": "question", "shape": [1], "datatype": "BYTES", "data": ["what is your name?"]},
-            {
-                "name": "context",
-                "shape": [1],
-                "datatype": "BYTES",
-                "data": ["Hello, I am Seldon, how is it going"],
-            },
+            {"name": "context", "shape": [1], "datatype": "BYTES", "data": ["Hello, I am Seldon, how is it going"]},
         ]
     }
     reply = post(server, "/v2/models/transformer/infer", request)
@@ -190,8 +179,6 @@ def test_mlserver_gets_json_of_each_task(server: TritonServer, model: str) -> No
     assert (output["name"], output["shape"]) == ("output", [1, 1])
     json.loads(output["data"][0])
 
-
-# --- refused ---------------------------------------------------------------------------------------------------------
 
 BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "no text": ("sentiment", {}, "text is missing"),

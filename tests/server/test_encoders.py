@@ -53,9 +53,6 @@ def test_ready_folder_is_served_as_it_is(server: TritonServer, bge_checkpoint: P
     np.testing.assert_allclose(vectors, reference_embeddings(bge_checkpoint, TEXTS), atol=TOLERANCE)
 
 
-# --- a real checkpoint -----------------------------------------------------------------------------------------------
-
-
 def test_infer_equals_sentence_transformers(server: TritonServer, expected: npt.NDArray[np.float32]) -> None:
     np.testing.assert_allclose(vectors_of(ask(server, "minilm", "text", TEXTS)), expected, atol=TOLERANCE)
 
@@ -95,9 +92,6 @@ def test_json_comes_where_it_is_asked_for(server: TritonServer, expected: npt.ND
     assert outputs["num_input_tokens"]["data"] == [10]
 
 
-# --- the requests of other systems -----------------------------------------------------------------------------------
-
-
 def test_litellm_reads_a_matrix(server: TritonServer, expected: npt.NDArray[np.float32]) -> None:
     """`litellm.embedding("triton/...")` sends `input_text` alone and reads every output as rows of a matrix."""
     tensor = {"name": "input_text", "shape": [len(TEXTS)], "datatype": "BYTES", "data": TEXTS}
@@ -124,12 +118,7 @@ def test_frontend_of_the_vllm_backend_reads_its_form(server: TritonServer, expec
     assert [outputs[name]["data"] for name in ("num_input_tokens", "num_output_tokens")] == [[10], [0]]
 
 
-# --- errors, metadata, metrics ---------------------------------------------------------------------------------------
-
-
-REFUSED = {
-    "too long": ({"text": "word " * 300}, "the text has 302 tokens, more than the 256 of the model"),
-}
+REFUSED = {"too long": ({"text": "word " * 300}, "the text has 302 tokens, more than the 256 of the model")}
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -79,9 +79,6 @@ def ask(server: TritonServer, model: str, **fields: Any) -> Reply:
     return post(server, f"/v2/models/{model}/generate", fields)
 
 
-# --- beam search -----------------------------------------------------------------------------------------------------
-
-
 def beams(llama: Reference, prompt: str, max_new_tokens: int = 10, **arguments: Any) -> list[str]:
     ids = llama.tokenizer(prompt).input_ids
     found = beam_ids(llama.model, ids, max_new_tokens, **arguments)
@@ -117,9 +114,6 @@ def test_a_stop_string_ends_hypotheses_as_in_generate(server: TritonServer, llam
     own = {"stop_strings": [stop], "tokenizer": llama.tokenizer, "num_beams": 3, "eos_token_id": None}
     [expected] = beams(llama, PROMPTS[1], 16, **own)
     assert answer["text_output"] == expected[: expected.index(stop) + len(stop)]
-
-
-# --- tasks -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_summary_is_that_of_the_pipeline(server: TritonServer, checkpoints: dict[str, Path]) -> None:
@@ -177,20 +171,10 @@ def test_a_model_of_one_pair_of_languages(server: TritonServer, checkpoints: dic
     assert [json.loads(each) for each in answer["output"]["data"]] == [{"translation_text": text} for text in expected]
 
 
-# --- MLServer's requests, as printed ---------------------------------------------------------------------------------
-
-
 def test_mlserver_generates(server: TritonServer, llama: Reference) -> None:
     request = {
         "parameters": {"content_type": "hf"},
-        "inputs": [
-            {
-                "name": "args",
-                "shape": [1],
-                "datatype": "BYTES",
-                "data": ["this is a test"],
-            }
-        ],
+        "inputs": [{"name": "args", "shape": [1], "datatype": "BYTES", "data": ["this is a test"]}],
     }
     reply = post(server, "/v2/models/transformer/infer", request)
     assert reply.status == 200, reply.body
@@ -215,8 +199,6 @@ def test_mlserver_asks_for_other_tasks(server: TritonServer) -> None:
     assert [list(json.loads(each)) for each in output["data"]] == [["translation_text"]] * 2
     assert output["shape"] == [2, 1]
 
-
-# --- refused ---------------------------------------------------------------------------------------------------------
 
 BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "beams and a temperature": (

@@ -114,7 +114,7 @@ SLOW = f"""    def postprocess(self, text):
 UNLOADABLE = {
     "raising_load": """    def load(self, checkpoint):
         raise ValueError("no adapter here")
-""",
+"""
 }
 PROMPT, NUM_TOKENS = "Where does the river go", 12
 
@@ -126,19 +126,11 @@ def reference(standard: StandardServer) -> Reference:
 
 @pytest.fixture(scope="module")
 def server(
-    tmp_path_factory: pytest.TempPathFactory,
-    make_folder: Callable[..., Path],
-    standard: StandardServer,
+    tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., Path], standard: StandardServer
 ) -> Iterator[TritonServer]:
     root = tmp_path_factory.mktemp("repository")
     assert all(len((HEAD + body).splitlines()) <= 11 for body in FOLDERS.values())
-    others = {
-        "picky": PICKY,
-        "slow_hook": SLOW,
-        "taught": TAUGHT,
-        "chatty": CHATTY,
-        **UNLOADABLE,
-    }
+    others = {"picky": PICKY, "slow_hook": SLOW, "taught": TAUGHT, "chatty": CHATTY, **UNLOADABLE}
     files = {name: HEAD + body for name, body in {**FOLDERS, **others}.items()}
     for name, text in (files | {"broken": BROKEN}).items():
         folder = make_folder(root, name, huggingface_model=standard.checkpoint, exclude_input_in_output="true")

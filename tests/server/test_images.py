@@ -99,18 +99,11 @@ def test_json_carries_base64(server: TritonServer, expected: dict[str, Any]) -> 
     assert answer["outputs"][0]["data"] == pytest.approx(expected["images"][0].tolist(), abs=TOLERANCE * 10)
 
 
-@pytest.mark.parametrize(
-    ("image", "sentence"),
-    [
-        ("https://example.com/cat.png", "image is an address, and nothing is fetched: send the file itself"),
-        ("a cat", "image is not PNG, JPEG, WebP or GIF"),
-        (base64.b64encode(encoded(made_image(400, 400))).decode(), "image has 400 x 400 pixels, more than the 100000"),
-    ],
-)
-def test_wrong_images_are_refused_and_harm_nobody(server: TritonServer, image: str, sentence: str) -> None:
+def test_a_wrong_image_is_refused_and_harms_nobody(server: TritonServer) -> None:
+    image = base64.b64encode(encoded(made_image(400, 400))).decode()
     answer = post(server, "/v2/models/vit/generate", {"image": image})
     assert answer.status == 400
-    assert answer.error.startswith(f"invalid_input: {sentence}")
+    assert answer.error.startswith("invalid_input: image has 400 x 400 pixels, more than the 100000")
     assert post(server, "/v2/models/vit/generate", {"image": URIS[0]}).json()["label"]
 
 
@@ -149,24 +142,9 @@ def test_the_gateway_classifies_images(gateway: GatewayThread, expected: dict[st
     assert {each["label"] for each in data[0]["labels"]} == set(LABELS.values())
 
 
-ADDRESS = {"type": "image_url", "image_url": {"url": "https://example.com/cat.png"}}
-
-
 @pytest.mark.parametrize(
     ("path", "fields", "code", "sentence"),
     [
-        (
-            "embeddings",
-            {"input": [ADDRESS]},
-            "invalid_parameter",
-            "input[0].image_url must be a data URI (data:image/png;base64,...): nothing is fetched",
-        ),
-        (
-            "embeddings",
-            {"input": ["a", {"type": "input_audio"}]},
-            "invalid_parameter",
-            "input[1].type must be `image_url`, got 'input_audio'",
-        ),
         (
             "embeddings",
             {"input": [{"type": "image_url"}]},
@@ -174,12 +152,6 @@ ADDRESS = {"type": "image_url", "image_url": {"url": "https://example.com/cat.pn
             "input[0].image_url is required",
         ),
         ("embeddings", {"input": [{"type": "text", "text": ""}]}, "invalid_parameter", None),
-        (
-            "embeddings",
-            {"input": [{"type": "image_url", "image_url": "data:image/png;base64,AAAA"}]},
-            "invalid_input",
-            "input is not PNG, JPEG, WebP or GIF, nor base64 of it",
-        ),
         ("embeddings", {}, "missing_required_parameter", "input is required"),
         ("embeddings", {"messages": []}, "invalid_parameter", None),
         (
@@ -193,12 +165,6 @@ ADDRESS = {"type": "image_url", "image_url": {"url": "https://example.com/cat.pn
             {"model": "vit", "input": "a cat"},
             "wrong_task",
             "the model 'vit' is for image-classification, not for text-classification: POST /v1/classify with images",
-        ),
-        (
-            "classify",
-            {"model": "vit", "input": [URIS[0], "a cat"]},
-            "invalid_parameter",
-            "input holds texts and images: send them in two requests",
         ),
         (
             "classify",

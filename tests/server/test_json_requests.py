@@ -57,9 +57,6 @@ def before(text: str, stop: str) -> str:
     return text[: text.find(stop)]
 
 
-# --- arrays of strings -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("name", "is_nested"), [("stop", False), ("stop_words", True)])
 @pytest.mark.parametrize("model", MODELS)
 def test_stop_strings_are_json_arrays(server: TritonServer, model: str, name: str, is_nested: bool, whole: str) -> None:
@@ -67,9 +64,6 @@ def test_stop_strings_are_json_arrays(server: TritonServer, model: str, name: st
     for value in (["never", stop], [stop], stop, json.dumps(["never", stop])):
         fields: dict[str, object] = {"parameters": {name: value}} if is_nested else {name: value}
         assert answer(server, model, text_input=PROMPT, **fields)["text_output"] == before(whole, stop)
-
-
-# --- chats -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -81,9 +75,6 @@ def test_messages_are_an_input_or_a_parameter(server: TritonServer, model: str, 
         body = {"inputs": [], "parameters": {"messages": json.dumps(CHAT), "max_tokens": NUM_TOKENS}}
         [output] = post(server, f"/v2/models/{model}/infer", body).json()["outputs"]
         assert output["data"] == [expected]
-
-
-# --- token ids -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -123,9 +114,6 @@ def test_token_ids_are_a_parameter_over_grpc(
     assert b"".join(result.as_numpy("text_output").item() for result in results).decode() == whole
     pieces = [json.loads(result.as_numpy("token_ids").item()) for result in results]
     assert sum(map(len, pieces)) == NUM_TOKENS
-
-
-# --- tokenizing ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -178,12 +166,6 @@ def test_tokenizing_is_one_event_of_a_stream(server: TritonServer, model: str) -
     assert [event["text_output"] for event in events] == [PROMPT]
 
 
-# --- stops and guides of other servers -------------------------------------------------------------------------------
-
-
-# --- tensors ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("model", "shape"), [(PLAIN, [2]), (BATCHED, [1, 2])])
 def test_declared_arrays_are_tensors(server: TritonServer, model: str, shape: list[int], whole: str) -> None:
     texts = {"text_input": [PROMPT], "stop_words": ["never", whole[5:7]]}
@@ -198,8 +180,6 @@ def test_declared_arrays_are_tensors(server: TritonServer, model: str, shape: li
         found = client.infer(model, inputs, parameters={"max_tokens": NUM_TOKENS}).as_numpy("text_output")
     assert found.ravel().tolist() == [before(whole, whole[5:7]).encode()]
 
-
-# --- images ----------------------------------------------------------------------------------------------------------
 
 BLIND = "is an image, and this model reads text alone: leave it out"
 

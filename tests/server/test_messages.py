@@ -118,12 +118,7 @@ def without_ids(answer: dict[str, Any]) -> dict[str, Any]:
 def test_reasoning_and_calls_are_told_from_content(server: TritonServer) -> None:
     text = f"Hm, Köln.\n</think>\n\nI look.\n{CALL}\n{CALL}"
     call = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Köln", "days": 2}'}}
-    wanted = {
-        "role": "assistant",
-        "content": "I look.",
-        "reasoning_content": "Hm, Köln.",
-        "tool_calls": [call, call],
-    }
+    wanted = {"role": "assistant", "content": "I look.", "reasoning_content": "Hm, Köln.", "tool_calls": [call, call]}
     assert without_ids(message(server, text, tools=TOOLS)) == wanted
     assert without_ids(joined(deltas(server, text, "writes_stream", tools=TOOLS))) == wanted
     only = message(server, text, tools=TOOLS, parallel_tool_calls=False)

@@ -62,9 +62,6 @@ def client(gateway: GatewayThread) -> Iterator[openai.OpenAI]:
         yield connected
 
 
-# --- Triton ----------------------------------------------------------------------------------------------------------
-
-
 def test_base64_by_json(server: TritonServer, served: Served) -> None:
     body = {"audio": base64.b64encode(WAV).decode(), "language": "de", "return_timestamps": True, "temperature": 0}
     answer = post(server, "/v2/models/whisper/generate", body)
@@ -115,9 +112,6 @@ def test_documented_requests(server: TritonServer, gateway: GatewayThread, tmp_p
         done = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr + done.stdout
         assert done.stdout
-
-
-# --- the gateway -----------------------------------------------------------------------------------------------------
 
 
 def test_transcriptions(client: openai.OpenAI, served: Served, tmp_path: Path) -> None:

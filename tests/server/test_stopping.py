@@ -56,9 +56,6 @@ def before(text: str, *stops: str) -> str:
     return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]
 
 
-# --- stop strings ----------------------------------------------------------------------------------------------------
-
-
 def test_infer_takes_stop_strings(server: TritonServer) -> None:
     [whole] = write(server, PROMPT)
     stops = [whole[25:30], whole[10:13], "never written"]
@@ -73,9 +70,6 @@ def test_every_row_has_its_own_stop_string(server: TritonServer, client: Any) ->
     result = client.infer("typed", inputs, parameters={"max_new_tokens": NUM_TOKENS})
     expected = [before(whole, stop) for whole, stop in zip(wholes, stops, strict=True)]
     assert [text.decode() for [text] in result.as_numpy("text_output")] == expected
-
-
-# --- time ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -108,9 +102,6 @@ def test_request_queued_past_its_deadline_is_refused(server: TritonServer, slow_
         reply = infer(server, "slow", [PROMPT], parameters={"max_time": 0.5})
         assert (reply.status, reply.error.split(":")[0]) == (503, "deadline_exceeded")
         assert running.result() == [slow_text]
-
-
-# --- giving up -------------------------------------------------------------------------------------------------------
 
 
 def test_cancelled_request_frees_its_slot(server: TritonServer, client: Any) -> None:

@@ -135,9 +135,6 @@ def prompts(module: Any) -> Any:
     return tensor
 
 
-# --- how tensors travel ----------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def region(server: TritonServer, request: pytest.FixtureRequest) -> Iterator[Callable[[Any, str, int], Any]]:
     """Make a region of system shared memory, and tell the server about it: `region(client, name, num_bytes)`."""
@@ -211,9 +208,6 @@ def test_classification_of_string_outputs_ends_triton(
             post(server, "/v2/models/plain/infer", body)
 
 
-# --- around a model --------------------------------------------------------------------------------------------------
-
-
 def test_a_warm_up_is_answered_before_the_first_request(server: TritonServer) -> None:
     name = f'hf_triton_requests_total{{model="warm",outcome="ok",version="1"}} {NUM_WARM_UPS}'
     deadline_s = time.monotonic() + 30.0
@@ -247,9 +241,6 @@ def test_error_of_a_bls_request_reaches_the_caller(server: TritonServer) -> None
     reply = post(server, "/v2/models/caller/generate", {"text_input": "x" * 100_000})
     assert reply.status == 400
     assert "context_exceeded: text_input row 0" in reply.error
-
-
-# --- loading under control -------------------------------------------------------------------------------------------
 
 
 def test_a_configuration_sent_with_load(checkpoint: Path, make_folder: Callable[..., Path], tmp_path: Path) -> None:

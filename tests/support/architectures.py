@@ -63,12 +63,7 @@ NEO: dict[str, Any] = {
     "max_position_embeddings": 256,
     "eos_token_id": None,
 }
-SSM: dict[str, Any] = {
-    "mamba_n_heads": 8,
-    "mamba_d_head": 8,
-    "mamba_d_state": 16,
-    "mamba_n_groups": 1,
-}
+SSM: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_n_groups": 1}
 LINEAR: dict[str, Any] = {
     "linear_num_value_heads": 4,
     "linear_num_key_heads": 2,
@@ -345,17 +340,7 @@ BATCH: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-KINDS = (
-    "llama",
-    "falcon",
-    "gpt-neo",
-    "mistral-window",
-    "gemma3",
-    "deepseek-v3",
-    "qwen3-moe",
-    "qwen3-next",
-    "t5",
-)
+KINDS = ("llama", "falcon", "gpt-neo", "mistral-window", "gemma3", "deepseek-v3", "qwen3-moe", "qwen3-next", "t5")
 """One of each kind: plain, shared keys, local layers, windows, both, latent attention, experts, states, encoder."""
 
 

@@ -26,8 +26,6 @@ Case = tuple[Door, Sequence[int | str], str]
 BAD_REQUEST, NO_JSON = (400,), (500, 400)
 """What Triton says to JSON that it cannot read is 500 in 24.10; it is the client's mistake all the same."""
 
-# --- parameters as tensors -------------------------------------------------------------------------------------------
-
 
 def with_tensor(name: str, datatype: str, data: list[object], *, shape: list[int] | None = None, rows: int = 1) -> Door:
     return to_infer_inputs(
@@ -56,8 +54,6 @@ TENSORS: dict[str, Case] = {
     ),
     "null": (to_generate({"text_input": "x", "max_new_tokens": None}, TYPED), NO_JSON, "non-signed-integer"),
 }
-
-# --- tensors and prompts ---------------------------------------------------------------------------------------------
 
 NEITHER = "invalid_input: give one of text_input, messages, prompt_token_ids"
 NO_TIMES = (

@@ -11,10 +11,7 @@ TEMPLATE = """{%- for message in messages -%}
 {%- if message.role not in ('system', 'user', 'assistant') -%}{{ raise_exception('no such role') }}{%- endif -%}
 <{{ message.role }}>{{ message.content }}
 {% endfor %}{% if add_generation_prompt %}<assistant>{{ 'think: ' if enable_thinking else '' }}{% endif %}"""
-CHAT = [
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "Where does the river go?"},
-]
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Where does the river go?"}]
 
 
 def build_chat_checkpoint(folder: Path) -> Path:

@@ -71,9 +71,6 @@ def infer(
     return post(server, f"/v2/models/{model}/infer", body, timeout_s)
 
 
-# --- server-sent events ----------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Event:
     data: Any

@@ -37,8 +37,9 @@ class CommandLine:
         main(list(args))
 
 
-def in_process(*arguments: object) -> Result:
-    return CliRunner().invoke(CommandLine(), [str(argument) for argument in arguments])  # type: ignore[arg-type]
+def in_process(*arguments: object, stdin: str = "") -> Result:
+    words = [str(argument) for argument in arguments]
+    return CliRunner().invoke(CommandLine(), words, stdin)  # type: ignore[arg-type]
 
 
 class Terminal:

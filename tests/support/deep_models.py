@@ -65,9 +65,6 @@ def build_deep(kind: str, num_layers: int, seed: int, *, width: int = 128, **cha
     return model.eval()
 
 
-# --- right arithmetics -----------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def other_sums() -> Iterator[None]:
     """Linear layers add up two halves in 32 bits and round once, as split products of a GPU do."""
@@ -129,8 +126,6 @@ def in_steps(*arithmetics: Callable[[], AbstractContextManager[None]]) -> Iterat
     with patch.object(ModelRunner, "run", run_otherwise):
         yield
 
-
-# --- faults ----------------------------------------------------------------------------------------------------------
 
 ATTENTION_FAULTS = ("scale", "scale by a tenth", "no first token", "not itself", "exchanged heads")
 WINDOW_FAULTS = ("no window", "window and one")

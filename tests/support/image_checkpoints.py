@@ -75,11 +75,7 @@ QWEN_EYE: dict[str, Any] = {
     "patch_size": 8,
     "out_hidden_size": 32,
 }
-QWEN_IMAGE: dict[str, Any] = {
-    "patch_size": 8,
-    "merge_size": 2,
-    "size": {"shortest_edge": 256, "longest_edge": 4096},
-}
+QWEN_IMAGE: dict[str, Any] = {"patch_size": 8, "merge_size": 2, "size": {"shortest_edge": 256, "longest_edge": 4096}}
 """16 pixels a side for a token; from 1 to 16 tokens for an image."""
 QWEN_TOKENS = {
     "image_token": "<|image_pad|>",
@@ -118,11 +114,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma3": Family(
         "Gemma3Config",
-        {
-            "text_config": TEXT | WINDOWS | {"query_pre_attn_scalar": 2},
-            "vision_config": EYE,
-            "mm_tokens_per_image": 4,
-        },
+        {"text_config": TEXT | WINDOWS | {"query_pre_attn_scalar": 2}, "vision_config": EYE, "mm_tokens_per_image": 4},
         "Gemma3Processor",
         "Gemma3ImageProcessor",
         {"size": {"height": 28, "width": 28}},
@@ -166,10 +158,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen2.5-vl": Family(
         "Qwen2_5_VLConfig",
-        {
-            "text_config": TEXT | SECTIONS,
-            "vision_config": QWEN_EYE | {"window_size": 32, "fullatt_block_indexes": [1]},
-        },
+        {"text_config": TEXT | SECTIONS, "vision_config": QWEN_EYE | {"window_size": 32, "fullatt_block_indexes": [1]}},
         "Qwen2_5_VLProcessor",
         others={"video_processor": "Qwen2VLVideoProcessor"},
         **QWEN,

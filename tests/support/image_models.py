@@ -21,10 +21,7 @@ IMAGE: int = 299
 PADDED: dict[str, Any] = BASE | {"pad_token_id": 2}
 LLAMA: dict[str, Any] = PADDED | {"model_type": "llama"}
 SEEING: dict[str, tuple[str, dict[str, Any]]] = {
-    "llava": (
-        "LlavaConfig",
-        {"text_config": LLAMA, "vision_config": EYE | {"model_type": "clip_vision_model"}},
-    ),
+    "llava": ("LlavaConfig", {"text_config": LLAMA, "vision_config": EYE | {"model_type": "clip_vision_model"}}),
     "qwen2.5-vl": (
         "Qwen2_5_VLConfig",
         {

@@ -34,10 +34,7 @@ def solo_ids(model: Any, prompt_ids: list[int], max_new_tokens: int, **arguments
     settings = {"do_sample": False, "num_beams": 1, "pad_token_id": 2, "return_dict_in_generate": False} | arguments
     with torch.inference_mode():
         output = model.generate(
-            input_ids=input_ids,
-            attention_mask=torch.ones_like(input_ids),
-            max_new_tokens=max_new_tokens,
-            **settings,
+            input_ids=input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=max_new_tokens, **settings
         )
     new = output[0, 1 if model.config.is_encoder_decoder else len(prompt_ids) :].tolist()
     eos = model.generation_config.eos_token_id

@@ -22,14 +22,15 @@ process: a model sees its neighbours' memory as torch's own.
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, ValuesView
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from weakref import WeakValueDictionary
 
 import pytest
@@ -231,35 +232,42 @@ class Operations(TorchDispatchMode):
         super().__init__()
         self._device = device
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and to say so costs as much as an operation
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        leaves = _leaves(args, kwargs.values())
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        given = [tensor for tensor in tensors if isinstance(tensor, OnDevice)]
+        if not given and not any(isinstance(leaf, torch.device) and leaf.type == "cuda" for leaf in leaves):
+            return self._on_host(func, args, kwargs)
         if func is aten.dropout.default and not args[2]:
             return args[0]  # as a device does; its decomposition copies
-        if func not in WHOLE and func._can_decompose():
+        rules = _rules_of(func)
+        if rules.decomposes:
             with self:
                 found = func.decompose(*args, **kwargs)
             if found is not NotImplemented:
                 return found
-        leaves = list(_leaves((args, kwargs)))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        given = [tensor for tensor in tensors if isinstance(tensor, OnDevice)]
         place = self._place(func, leaves, given, args)
-        if place.type != "cuda" and not given:
-            return self._on_host(func, args, kwargs)
-        if func in COPYING and (place.type == "cpu" or len(given) < len(tensors)):
-            return self._copy(func, args, kwargs, place)
+        if rules.copies and (place.type == "cpu" or len(given) < len(tensors)):
+            return self._copy(func, args, kwargs, place, given)
         if func in ALLOCATING and math.prod(args[ALLOCATING[func]]) > SMALL:
             self._check_memory(func, args, kwargs, place)
-        self._check(func, args, tensors)
-        return self._run(func, args, kwargs, place)
+        self._check(func, rules, args, tensors)
+        return self._run(func, args, kwargs, place, given)
 
     def _check_memory(self, func: Any, args: Any, kwargs: Any, place: torch.device) -> None:
         dtype = kwargs.get("dtype") or (
             args[0].dtype if isinstance(args[0], torch.Tensor) else torch.get_default_dtype()
         )
-        gc.collect()
-        if math.prod(args[ALLOCATING[func]]) * dtype.itemsize > TOTAL_BYTES - allocated_bytes(place):
-            raise torch.OutOfMemoryError("CUDA out of memory")
+        num_bytes = math.prod(args[ALLOCATING[func]]) * dtype.itemsize
+        if num_bytes > TOTAL_BYTES - allocated_bytes(place):
+            gc.collect()  # engines that were closed are cycles
+            if num_bytes > TOTAL_BYTES - allocated_bytes(place):
+                raise torch.OutOfMemoryError("CUDA out of memory")
 
     def _place(self, func: Any, leaves: list[Any], given: list[OnDevice], args: Any) -> torch.device:
         named = [leaf for leaf in leaves if isinstance(leaf, torch.device)]
@@ -276,7 +284,7 @@ class Operations(TorchDispatchMode):
             return func(*args, **kwargs)
         return self._device.pin(func(*args, **kwargs | {"pin_memory": False}))
 
-    def _copy(self, func: Any, args: Any, kwargs: Any, place: torch.device) -> Any:
+    def _copy(self, func: Any, args: Any, kwargs: Any, place: torch.device, given: list[OnDevice]) -> Any:
         is_method = func is aten.copy_.default
         source = args[1] if is_method else args[0]
         non_blocking = kwargs.get("non_blocking", len(args) > 2 and args[2] is True)
@@ -285,7 +293,7 @@ class Operations(TorchDispatchMode):
                 self._device.from_host(source)
             elif source.numel():
                 self._device.wait(func)
-            return self._run(func, args, kwargs, place)
+            return self._run(func, args, kwargs, place, given)
         found: torch.Tensor = func(*_numbers(args), **_numbers(kwargs) | ({} if is_method else {"pin_memory": False}))
         if non_blocking and (not is_method or self._device.is_pinned(found)):
             self._device.to_host(self._device.pin(found), found)
@@ -293,30 +301,31 @@ class Operations(TorchDispatchMode):
             self._device.wait(func)
         return found
 
-    def _check(self, func: Any, args: Any, tensors: list[torch.Tensor]) -> None:
-        if func in WAITING or self._reads_offsets(func, args) or _reads_indices(func, args):
+    def _check(self, func: Any, rules: Rules, args: Any, tensors: list[torch.Tensor]) -> None:
+        if (
+            rules.waits
+            or (rules.is_grouped and self._reads_offsets(args))
+            or (rules.indexes and _reads_indices(func, args))
+        ):
             self._device.wait(func)
-        if func not in COPYING:
+        if not rules.copies and len(tensors) > 1:
             places = {str(tensor.device) for tensor in tensors if tensor.ndim or isinstance(tensor, OnDevice)}
-            if func in INDEXING:  # indices may be the host's
+            if rules.indexes:  # indices may be the host's
                 places.discard("cpu")
             if len(places) > 1:
                 raise RuntimeError(f"Expected all tensors to be on the same device: {func} of {', '.join(places)}")
 
-    def _reads_offsets(self, func: Any, args: Any) -> bool:
-        """Whether it is a grouped product that loops on the host; see `_grouped_mm_cuda` in torch's GroupedBlas.cpp."""
-        if func is not aten._grouped_mm.default:
-            return bool(func.name() == "transformers::grouped_mm_fallback")  # where torch has none
+    def _reads_offsets(self, args: Any) -> bool:
+        """Whether a grouped product loops on the host; see `_grouped_mm_cuda` in torch's GroupedBlas.cpp."""
         is_bf16 = all(matrix.dtype == torch.bfloat16 for matrix in args[:2])
         return not (is_bf16 and self._device.capability[0] in GROUPED_BF16)
 
-    def _run(self, func: Any, args: Any, kwargs: Any, place: torch.device) -> Any:
-        capture = self._device.capture
-        given = [leaf for leaf in _leaves((args, kwargs)) if isinstance(leaf, OnDevice)]
+    def _run(self, func: Any, args: Any, kwargs: Any, place: torch.device, given: list[OnDevice]) -> Any:
+        capture, rules = self._device.capture, _rules_of(func)
         shapes = [tensor.numbers.shape for tensor in given]
-        if not _is_view(func):
-            writes = func.name() == "hf_triton::attend" and args[1] is not None  # the new keys, by a kernel more
-            self._device.kernels[func.name()] += NUM_KERNELS.get(func.name().split(".")[0], 1) + writes
+        if not rules.is_view:
+            writes = rules.name == "hf_triton::attend" and args[1] is not None  # the new keys, by a kernel more
+            self._device.kernels[rules.name] += rules.num_kernels + writes
         compute = STANDING_IN.get(func, func)
         found = capture.record(compute, args, kwargs) if capture else compute(*_numbers(args), **_numbers(kwargs))
         if shapes != [tensor.numbers.shape for tensor in given]:
@@ -328,10 +337,41 @@ class Operations(TorchDispatchMode):
                 return result
             if id(result) in by_numbers:
                 return by_numbers[id(result)]
+            if result.is_inference() == torch.is_inference_mode_enabled():
+                return OnDevice(result, place)
             with torch.inference_mode(result.is_inference()):
                 return OnDevice(result, place)
 
-        return _mapped(wrapped, found)
+        return wrapped(found) if isinstance(found, torch.Tensor) else _mapped(wrapped, found)
+
+
+class Rules(NamedTuple):
+    """What holds of an operation whatever its arguments are."""
+
+    name: str
+    decomposes: bool
+    copies: bool
+    waits: bool
+    indexes: bool
+    is_grouped: bool
+    is_view: bool
+    num_kernels: int
+
+
+@functools.cache
+def _rules_of(func: Any) -> Rules:
+    name = func.name()
+    is_fallback = name == "transformers::grouped_mm_fallback"  # where torch has none
+    return Rules(
+        name=name,
+        decomposes=func not in WHOLE and func._can_decompose(),
+        copies=func in COPYING,
+        waits=func in WAITING or is_fallback,
+        indexes=func in INDEXING,
+        is_grouped=func is aten._grouped_mm.default,
+        is_view=_is_view(func),
+        num_kernels=NUM_KERNELS.get(name.split(".")[0], 1),
+    )
 
 
 def _is_view(func: Any) -> bool:
@@ -342,8 +382,6 @@ def _is_view(func: Any) -> bool:
 
 def _reads_indices(func: Any, args: Any) -> bool:
     """Whether an index is the host's, or a mask; a number put where one mask says is no index to a device."""
-    if func not in INDEXING:
-        return False
     indices = [index for index in args[1] if index is not None]
     is_fill = func is not aten.index.Tensor and args[2].numel() == 1 and not isinstance(args[2], OnDevice)
     masks = (torch.bool, torch.uint8)
@@ -352,32 +390,39 @@ def _reads_indices(func: Any, args: Any) -> bool:
     return any(index.dtype in masks or not isinstance(index, OnDevice) for index in indices)
 
 
-def _leaves(arguments: Any) -> Iterator[Any]:
-    if isinstance(arguments, dict):
-        arguments = arguments.values()
-    elif not isinstance(arguments, list | tuple):
-        yield arguments
-        return
+def _leaves(*arguments: Any) -> list[Any]:
+    """What is in lists, tuples and dictionaries, flat."""
+    found: list[Any] = []
     for each in arguments:
-        yield from _leaves(each)
+        if isinstance(each, list | tuple | ValuesView):
+            for inner in each:
+                if isinstance(inner, list | tuple | dict):
+                    found += _leaves(inner)
+                else:
+                    found.append(inner)
+        elif isinstance(each, dict):
+            found += _leaves(each.values())
+        else:
+            found.append(each)
+    return found
 
 
 def _mapped(change: Callable[[Any], Any], arguments: Any) -> Any:
     if isinstance(arguments, dict):
         return {name: _mapped(change, each) for name, each in arguments.items()}
     if isinstance(arguments, list | tuple):
-        return type(arguments)(_mapped(change, each) for each in arguments)
+        return type(arguments)([_mapped(change, each) for each in arguments])
     return change(arguments)
 
 
 def _numbers(arguments: Any) -> Any:
+    return _mapped(_plain, arguments)
 
-    def plain(leaf: Any) -> Any:
-        if isinstance(leaf, OnDevice):
-            return leaf.numbers
-        return HOST if isinstance(leaf, torch.device) else leaf
 
-    return _mapped(plain, arguments)
+def _plain(leaf: Any) -> Any:
+    if isinstance(leaf, OnDevice):
+        return leaf.numbers
+    return HOST if isinstance(leaf, torch.device) else leaf
 
 
 class Graph:
@@ -396,7 +441,7 @@ class Graph:
         for argument, value in zip(schema, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 self._keep(value)
-        given = {_address(leaf) for leaf in _leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        given = {_address(leaf) for leaf in _leaves(args, kwargs) if isinstance(leaf, torch.Tensor)}
         found = func(*args, **kwargs)
         results = [leaf for leaf in _leaves(found) if isinstance(leaf, torch.Tensor)]
         fresh = [None if _address(result) in given else result for result in results]

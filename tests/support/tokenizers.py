@@ -124,9 +124,6 @@ def bytes_of(kind: str, text: str) -> list[int]:
     return [token for letter in text for token in raw_ids(kind, letter)]
 
 
-# --- files of sentencepiece ------------------------------------------------------------------------------------------
-
-
 def train_sentencepiece(file: Path, kind: str, **options: Any) -> sentencepiece.SentencePieceProcessor:
     """Train a model on the spot, and read it as sentencepiece does."""
     written = io.BytesIO()

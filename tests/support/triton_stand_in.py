@@ -14,13 +14,7 @@ import pytest
 from hf_triton import triton_backend
 
 FINAL = 1
-MODULES = (
-    "triton_request",
-    "process",
-    "config_pbtxt",
-    "metrics_sink",
-    "dispatcher",
-)  # modules that import Triton's
+MODULES = ("triton_request", "process", "config_pbtxt", "metrics_sink", "dispatcher")  # modules that import Triton's
 
 
 class Sender:

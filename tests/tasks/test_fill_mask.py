@@ -44,9 +44,6 @@ def same(found: Any, expected: Any) -> None:
         assert found == (pytest.approx(expected, abs=1e-5) if isinstance(expected, float) else expected)
 
 
-# --- fill-mask -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_filled_masks_equal_the_pipeline_s(family: str, serve: Callable[..., tuple[Served, Path]]) -> None:
     served, folder = serve(FillMask, family)
@@ -83,9 +80,6 @@ def test_bad_masks_are_refused_in_a_sentence(
 ) -> None:
     with pytest.raises(RequestError, match=sentence):
         serve(FillMask)[0].json([text], **parameters)
-
-
-# --- zero-shot -------------------------------------------------------------------------------------------------------
 
 
 def by_label(answers: Any) -> list[dict[str, Any]]:

@@ -122,9 +122,6 @@ def test_models_that_score_otherwise_are_refused(tmp_path: Path) -> None:
             Served(folder, Rerank)
 
 
-# --- by a model that generates ---------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def generative(tmp_path_factory: pytest.TempPathFactory) -> tuple[Served, Path]:
     folder = build_tiny_checkpoint(

@@ -88,7 +88,6 @@ class Family:
         return self.served.start(chat, [FILES[file] for file in files], **asked)
 
 
-in_all = pytest.mark.parametrize("family", ALL, indirect=True)
 in_some = pytest.mark.parametrize(
     "family",
     [
@@ -113,7 +112,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     served.close()
 
 
-@in_all
+@in_some
 def test_company_chunks_and_a_small_cache_change_nothing(family: Family) -> None:
     assert family.served.engine.name == family.served.engine.images == "continuous"
     expected = [family.expected(number, 12) for number in range(len(PROMPTS))]

@@ -184,9 +184,6 @@ def test_an_encoder_of_t5_and_a_layer_norm_give_the_vectors_of_sentence_transfor
     np.testing.assert_allclose(vectors, reference_embeddings(tmp_path / "model", TEXTS), atol=1e-5)
 
 
-# --- rerankers -------------------------------------------------------------------------------------------------------
-
-
 def save_cross_encoder(plain: Path, *modules: Any, **options: Any) -> Path:
     from sentence_transformers import CrossEncoder
 

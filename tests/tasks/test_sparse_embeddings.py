@@ -45,9 +45,6 @@ def same(answers: list[Any], expected: npt.NDArray[np.float32]) -> None:
     assert [len(answer["indices"]) for answer in answers] == np.count_nonzero(expected, axis=1).tolist()
 
 
-# --- SPLADE ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("pooling", ["max", "sum"])
 @pytest.mark.parametrize("activation", ["relu", "log1p_relu"])
 def test_every_pooling_and_activation_gives_the_vectors_of_sparse_encoder(
@@ -126,9 +123,6 @@ def test_outputs_are_tensors_too(tmp_path: Path) -> None:
     assert [name for name, port in ported.items() if port.by_default] == ["output"]
 
 
-# --- lexical weights -------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def lexical(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_lexical(tmp_path_factory.mktemp("lexical") / "model")
@@ -190,9 +184,6 @@ def test_bytes_that_are_no_torch_file_are_refused(lexical: Path, tmp_path: Path)
         with pytest.raises(LoadError, match="holds no layer"):
             Served(folder, LexicalSparseEmbeddings)
     assert not (folder / "ran").exists()
-
-
-# --- what is refused -------------------------------------------------------------------------------------------------
 
 
 def write(folder: Path, file: str, **options: Any) -> None:

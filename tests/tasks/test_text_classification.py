@@ -37,9 +37,6 @@ def same(found: Any, expected: Any) -> None:
         assert found["score"] == pytest.approx(expected["score"], abs=TOLERANCE)
 
 
-# --- as the pipeline -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_labels_and_scores_equal_the_pipeline_s(family: str, serve: Callable[..., tuple[Served, Path]]) -> None:
     served, folder = serve(family)
@@ -77,9 +74,6 @@ def test_pairs_of_texts_equal_the_pipeline_s(family: str, serve: Callable[..., t
     )
 
 
-# --- outputs ---------------------------------------------------------------------------------------------------------
-
-
 def test_outputs_have_a_row_for_each_text(serve: Callable[..., tuple[Served, Path]]) -> None:
     served, _ = serve()
     for shape in ((4,), (4, 1)):
@@ -103,8 +97,6 @@ def test_best_label_may_hold_any_word(serve: Callable[..., tuple[Served, Path]])
     served, folder = serve(id2label={0: "très bon", 1: '"', 2: "好"})
     same(served.json(TEXTS, top_k=3), reference(folder, TASK, TEXTS, top_k=3))
 
-
-# --- refused ---------------------------------------------------------------------------------------------------------
 
 ONE: dict[str, Array] = {"text": encode_strings(["a"], (1,))}
 REFUSED: dict[str, tuple[dict[str, Array], dict[str, object], str]] = {

@@ -8,15 +8,7 @@ from typing import Any
 import pytest
 
 from hf_triton.errors import RequestError
-from hf_triton.protocol.chat_request import (
-    MAX_ARGUMENT,
-    MAX_DEPTH,
-    MAX_MESSAGES,
-    MAX_TOOLS,
-    RESERVED,
-    Chat,
-    parse_chat,
-)
+from hf_triton.protocol.chat_request import MAX_ARGUMENT, MAX_DEPTH, MAX_MESSAGES, MAX_TOOLS, RESERVED, Chat, parse_chat
 
 MAX_BYTES = 100_000
 HI = {"role": "user", "content": "hi"}
@@ -81,13 +73,7 @@ def test_roles_are_up_to_the_template(role: str) -> None:
 
 
 def test_every_field_reaches_the_template_in_its_order() -> None:
-    message = {
-        "tool_call_id": "a1",
-        "name": "weather",
-        "reasoning_content": "hm",
-        "content": "x",
-        "role": "tool",
-    }
+    message = {"tool_call_id": "a1", "name": "weather", "reasoning_content": "hm", "content": "x", "role": "tool"}
     assert list(parse(message).messages[0].items()) == list(message.items())
 
 
@@ -230,10 +216,7 @@ REFUSED_MESSAGES: dict[str, tuple[object, str]] = {
     "no object": (["user", "hi"], "messages[1] must be like"),
     "no role": ({"content": "x"}, "messages[1]: role is required"),
     "an empty role": ({"role": "", "content": "x"}, "messages[1]: role must be a non-empty string, got ''"),
-    "a role that is no text": (
-        {"role": 5, "content": "x"},
-        "messages[1]: role must be a non-empty string, got 5",
-    ),
+    "a role that is no text": ({"role": 5, "content": "x"}, "messages[1]: role must be a non-empty string, got 5"),
     "no content": ({"role": "user"}, "messages[1]: content is required without tool_calls"),
     "null content": ({"role": "user", "content": None}, "messages[1]: content is required"),
     "a tool's message without content": ({"role": "tool", "tool_call_id": "a1"}, "messages[1]: content is required"),

@@ -159,10 +159,7 @@ def random_options(source: random.Random, template: str, conversation: list[dict
 
 
 def random_kwargs(source: random.Random, template: str) -> dict[str, Any]:
-    known: dict[str, dict[str, Any]] = {
-        "tools": {"date_string": "Monday"},
-        "reasoning": {"enable_thinking": False},
-    }
+    known: dict[str, dict[str, Any]] = {"tools": {"date_string": "Monday"}, "reasoning": {"enable_thinking": False}}
     return known.get(template, {}) if source.random() < 0.5 else {}
 
 

@@ -80,11 +80,7 @@ def test_template_sees_a_function_of_one_string() -> None:
 
 @pytest.mark.parametrize(
     ("name", "right", "wrong"),
-    [
-        ("patch", PATCH, '{"input": "*** Begin"}'),
-        ("date", "2026", "20x6"),
-        ("note", '{"input":"a"}', "a"),
-    ],
+    [("patch", PATCH, '{"input": "*** Begin"}'), ("date", "2026", "20x6"), ("note", '{"input":"a"}', "a")],
 )
 def test_named_call_follows_the_format(name: str, right: str, wrong: str) -> None:
     grammar = grammar_of(named(name))
@@ -130,8 +126,7 @@ def test_streamed_text_is_told_in_pieces() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "text"),
-    [({"input": "a"}, "a"), ({"patch": "a"}, '{"patch": "a"}'), ("plain", "plain")],
+    ("arguments", "text"), [({"input": "a"}, "a"), ({"patch": "a"}, '{"patch": "a"}'), ("plain", "plain")]
 )
 def test_chosen_call_is_a_custom_one(arguments: object, text: str) -> None:
     reader = MessageFormat(shipped_template("hermes"), {}).plan(parse(), "", is_constrained=False).build_reader()

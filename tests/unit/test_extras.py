@@ -214,10 +214,7 @@ def test_extras_of_models_have_the_model_and_the_server_has_all() -> None:
     ],
 )
 def test_a_command_names_the_extra_that_it_lacks(
-    present: tuple[str, ...],
-    arguments: list[str],
-    extra: str,
-    monkeypatch: pytest.MonkeyPatch,
+    present: tuple[str, ...], arguments: list[str], extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = {name for name in present for name in MODULES[name]}
     monkeypatch.setattr("hf_triton.extras._is_installed", there.__contains__)

@@ -243,7 +243,7 @@ def sweep_freely(name: str, num: int, *, is_special: bool, seed: int = 0) -> int
 @pytest.mark.parametrize("is_special", [False, True])
 @pytest.mark.parametrize("name", OPENINGS)
 def test_a_call_that_a_model_opens_is_one_of_the_tools(name: str, is_special: bool) -> None:
-    num_ended, _ = sweep(name, 4 * len(OPENINGS[name]), is_special=is_special)
+    num_ended, _ = sweep(name, 2 * len(OPENINGS[name]), is_special=is_special)
     assert num_ended > 0
 
 

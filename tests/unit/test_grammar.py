@@ -34,6 +34,7 @@ from tests.support.grammars import (
 )
 from tests.support.tokenizers import WITH_BYTES, bytes_of, raw_ids, tokenizer_of
 
+KINDS = [WITH_BYTES[0], pytest.param(WITH_BYTES[1], marks=pytest.mark.full)]
 NULLABLE = {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/node"}]}
 NODE = {
     "type": "object",
@@ -113,13 +114,13 @@ def is_valid(text: str, schema: dict[str, Any]) -> bool:
     return True
 
 
-@pytest.mark.parametrize("kind", WITH_BYTES)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_json_that_ends_follows_its_schema(name: str, kind: str) -> None:
     check_completions(json_schema(SCHEMAS[name]), lambda text: is_valid(text, SCHEMAS[name]), kind)
 
 
-@pytest.mark.parametrize("kind", WITH_BYTES)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("pattern", REGEXES)
 def test_completion_matches_its_regex_in_full(pattern: str, kind: str) -> None:
     check_completions(regex(pattern), lambda text: re.fullmatch(pattern, text), kind)
@@ -164,10 +165,7 @@ FREE: list[tuple[Grammar, str]] = [
     (json_schema({"properties": {"n": {"type": "integer"}, "e": EMAIL}, "required": ["n"]}), '{"n":1,"e":"me@x.org"}'),
     (json_schema({"anyOf": [EMAIL, {"type": "string", "pattern": "^\\+[0-9]{7,}$"}]}), '"nn@x.org"'),
     (LINES, "- one\n- two\n"),
-    (
-        lark(SQL),
-        "SELECT name,age FROM people WHERE name='Ann' AND age='41' AND town='Bern';",
-    ),
+    (lark(SQL), "SELECT name,age FROM people WHERE name='Ann' AND age='41' AND town='Bern';"),
 ]
 
 

@@ -48,10 +48,7 @@ def test_unusable_grammar_is_refused_with_the_reason(grammar: Grammar, words: st
 
 @pytest.mark.parametrize(
     "grammar",
-    [
-        lark("start: A start\nA: /[ab]/"),
-        json_schema({"type": "string", "minLength": 50_000}),
-    ],
+    [lark("start: A start\nA: /[ab]/"), json_schema({"type": "string", "minLength": 50_000})],
     ids=["endless rule", "minimum length"],
 )
 def test_grammar_without_a_short_ending_is_served(grammar: Grammar) -> None:
@@ -102,9 +99,6 @@ def test_hostile_grammar_takes_little_time(grammar: Grammar) -> None:
     else:
         draw(constraint, 200, source)
     assert time.thread_time() - start_s < MAX_CPU_S
-
-
-# --- tokenizers ------------------------------------------------------------------------------------------------------
 
 
 def test_tokenizer_whose_tokens_have_no_bytes_is_refused() -> None:

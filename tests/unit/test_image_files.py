@@ -64,9 +64,6 @@ def tensor(*elements: bytes, shape: tuple[int, ...] = (-1,)) -> Any:
     return array.reshape(shape)
 
 
-# --- parts of messages -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_an_image_of_any_api_is_a_file(form: str) -> None:
     chat = chat_of(user(text("What is"), FORMS[form], text("this?")))
@@ -189,9 +186,6 @@ def test_only_text_is_continued() -> None:
         chat_of(said, continue_final_message=True)
 
 
-# --- sizes -----------------------------------------------------------------------------------------------------------
-
-
 def test_base64_is_no_text_of_a_prompt() -> None:
     file = PNG + bytes(75_000)
     [seen] = chat_of(user(text("x" * 800), {"type": "image_url", "image_url": uri(file)})).images
@@ -223,9 +217,6 @@ def test_a_sentence_shows_nothing_of_a_file() -> None:
     assert clip({"url": uri(CAT)}) == "{'url': 'data:image/png;base64,...'}"
     assert clip([uri(bytes(9_000_000))]) == "['data:image/png;base64,...']"
     assert clip("data: 1;base64") == "'data: 1;base64'"
-
-
-# --- the input `image` -----------------------------------------------------------------------------------------------
 
 
 def parse(limits: Limits = LIMITS, parameters: dict[str, object] | None = None, **inputs: Any) -> GenerationRequest:

@@ -20,11 +20,7 @@ def test_a_line_is_a_key_and_what_it_may_ask_for() -> None:
 {OTHER}\tmodels=llama,bge  # the second one
 """
     first = Quota(
-        name="alice",
-        requests_per_minute=60,
-        tokens_per_minute=20_000,
-        tokens_per_day=1_000_000,
-        concurrent_requests=4,
+        name="alice", requests_per_minute=60, tokens_per_minute=20_000, tokens_per_day=1_000_000, concurrent_requests=4
     )
     second = read(text)[OTHER.encode()]
     assert read(text) == {SECRET.encode(): first, OTHER.encode(): second}

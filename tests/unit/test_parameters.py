@@ -72,10 +72,7 @@ BORDERS: dict[str, tuple[list[object], list[object]]] = {
     "guided_regex": (["a", "(", "x" * 65_536], [1, "", "x" * 65_537]),
     "guided_choice": ([("a",), ("a", "b")], [1, "", (), ("",), "[]", ("a",) * 1025]),
     "guided_grammar": (["start: /a/"], [1, ""]),
-    "bad_words": (
-        [("a",), ("x" * 1000, "[b"), (), ("a",) * 1024],
-        [5, ("a", 5), "x" * 1001, {}, ("a",) * 1025],
-    ),
+    "bad_words": ([("a",), ("x" * 1000, "[b"), (), ("a",) * 1024], [5, ("a", 5), "x" * 1001, {}, ("a",) * 1025]),
     "logit_bias": (
         [{}, {0: 100}, {50256: -100.0, 2**31 - 1: 0.5}],
         [
@@ -381,12 +378,7 @@ def test_a_default_min_new_tokens_rejects_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("given", "num_beams", "num_return_sequences"),
-    [
-        ({"n": 4}, 4, 4),
-        ({"best_of": 4}, 4, None),
-        ({"best_of": 4, "n": 2}, 4, 2),
-        ({"num_beams": 4, "n": 2}, 4, 2),
-    ],
+    [({"n": 4}, 4, 4), ({"best_of": 4}, 4, None), ({"best_of": 4, "n": 2}, 4, 2), ({"num_beams": 4, "n": 2}, 4, 2)],
 )
 def test_vllms_beam_search_has_as_many_beams_as_completions(
     given: dict[str, Any], num_beams: int, num_return_sequences: int | None
@@ -670,10 +662,7 @@ BAD_GUIDES: dict[str, tuple[dict[str, object], str]] = {
         {"structured_outputs": {"structural_tag": "x"}},
         f"structured_outputs must have one of {NAMES}, got 'structural_tag'",
     ),
-    "a wrong value": (
-        {"structured_outputs": {"json": 5}},
-        "structured_outputs.json must be a JSON object, got 5",
-    ),
+    "a wrong value": ({"structured_outputs": {"json": 5}}, "structured_outputs.json must be a JSON object, got 5"),
     "beside ours": (
         {"structured_outputs": {"json": {}}, "guided_json": {}},
         "guided_json and structured_outputs.json mean the same: leave one out",
@@ -682,10 +671,7 @@ BAD_GUIDES: dict[str, tuple[dict[str, object], str]] = {
         {"guided_decoding_guide_type": "ebnf_grammar", "guided_decoding_guide": "x"},
         "guided_decoding_guide_type must be one of json, json_schema, regex, got 'ebnf_grammar'",
     ),
-    "no guide": (
-        {"guided_decoding_guide_type": "regex"},
-        "guided_decoding_guide is required with the type regex",
-    ),
+    "no guide": ({"guided_decoding_guide_type": "regex"}, "guided_decoding_guide is required with the type regex"),
     "a stop token": (
         {"structured_outputs": {"regex": "a"}, "stop_token_ids": 5},
         "stop_token_ids would end the output against structured_outputs.regex: leave one of them out",
@@ -704,13 +690,7 @@ def test_parameters_without_effect_are_accepted(name: str, value: object) -> Non
     assert parse_parameters({name: value, "top_k": 3}) == GenerationParameters(top_k=3)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("skip_special_tokens", False),
-        ("detokenize", 1),
-    ],
-)
+@pytest.mark.parametrize(("name", "value"), [("skip_special_tokens", False), ("detokenize", 1)])
 def test_unsupported_values_are_rejected(name: str, value: object) -> None:
     with pytest.raises(RequestError, match=f"there is no parameter '{name}'"):
         parse_parameters({name: value})

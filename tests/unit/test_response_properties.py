@@ -360,7 +360,7 @@ def words_of(message: dict[str, Any]) -> list[str]:
     return re.findall(r"w\d+w", "\n".join((message["content"], message["reasoning_content"], *calls)))
 
 
-SEEDS = [pytest.param(range(30), id="some"), pytest.param(range(30, 100), id="many", marks=pytest.mark.full)]
+SEEDS = [pytest.param(range(20), id="some"), pytest.param(range(20, 50), id="many", marks=pytest.mark.full)]
 
 
 def test_every_shipped_template_has_a_family() -> None:

@@ -99,11 +99,7 @@ def test_a_start_is_two_lines_a_model_without_doors(
     ],
 )
 def test_a_change_while_serving_is_one_line(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    change: str,
-    lines: list[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], change: str, lines: list[str]
 ) -> None:
     start = ["m: loading", "m: ready in 1 s: A, 1 GB"]
     printed = shown(tmp_path, monkeypatch, capsys, LOADED, change)

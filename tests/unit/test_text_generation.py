@@ -616,13 +616,7 @@ def test_a_truncated_prompt_leaves_room_for_the_completion_or_is_refused() -> No
 
 
 @pytest.mark.parametrize(
-    ("asked", "expected"),
-    [
-        ({}, {EOS_ID, 5}),
-        ({"ignore_eos": True}, {5}),
-        ({"eos_token_id": (7,)}, {5, 7}),
-    ],
-    ids=str,
+    ("asked", "expected"), [({}, {EOS_ID, 5}), ({"ignore_eos": True}, {5}), ({"eos_token_id": (7,)}, {5, 7})], ids=str
 )
 def test_stop_tokens_are_added_to_the_end_of_sequence_tokens(asked: dict[str, Any], expected: set[int]) -> None:
     [sequence] = sequences_of("x", stop_token_ids=(5,), **asked)
@@ -877,8 +871,7 @@ def test_best_of_cannot_be_streamed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hook", "defaults"),
-    [("build_prompt", {}), ("postprocess", {}), ("build_prompt", {"guided_regex": "a"})],
+    ("hook", "defaults"), [("build_prompt", {}), ("postprocess", {}), ("build_prompt", {"guided_regex": "a"})]
 )
 def test_slow_hooks_run_in_parallel(hook: str, defaults: dict[str, str]) -> None:
     together = threading.Barrier(16)

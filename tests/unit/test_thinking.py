@@ -123,7 +123,7 @@ def read(text: str, thinking: Thinking, size: int, *, is_cut: bool = False) -> d
 @pytest.mark.parametrize("kind", [*TAGS, "channels"])
 def test_what_follows_thinking_is_json_of_the_schema(kind: str, is_open: bool, budget: int | None) -> None:
     thinking, num_thoughts, num_whole = thinking_of(kind, is_open=is_open, budget=budget), 0, 0
-    for seed in range(30):
+    for seed in range(15):
         constraint = constraint_of(kind, json_schema(SCHEMA), is_open=is_open, budget=budget)
         ids = draw(constraint, kind, random.Random(seed), thinking.opening if seed % 3 == 0 else thinking.closing)
         text = decode(kind, ids)
@@ -138,8 +138,8 @@ def test_what_follows_thinking_is_json_of_the_schema(kind: str, is_open: bool, b
             assert thinking.lead[thinking.num_led :] in text
         elif message["content"] is not None:
             assert not message["content"] or message["content"].startswith("{")
-    assert num_whole > 5
-    assert num_thoughts > 5
+    assert num_whole > 2
+    assert num_thoughts > 2
 
 
 @pytest.mark.parametrize("kind", TAGS)

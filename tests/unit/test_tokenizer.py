@@ -30,9 +30,6 @@ from tests.support.tokenizers import (
 DROPS_SPACE = ["byte_fallback", "unigram", "metaspace"]
 
 
-# --- the continuation ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_prompt_and_continuation_read_as_one_text(kind: str) -> None:
     """For random tokens behind every prompt, up to half-written characters, which have a test of their own."""
@@ -105,9 +102,6 @@ def test_a_complete_character_survives_a_cut_one_after_it(kind: str) -> None:
     for prompt in ("The river", "世"):
         text = codec.continuation(codec.encode(prompt), bytes_of(kind, "好🦜")[:-1])
         assert text.rstrip("\ufffd") == "好"
-
-
-# --- the prompt ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=ascii)
@@ -186,9 +180,6 @@ def test_a_folders_own_calls_of_the_tokenizer_change_no_prompt() -> None:
     ids = codec.encode(prompt)
     tokenizer(prompt, truncation=True, padding="max_length", max_length=4, split_special_tokens=True)
     assert codec.encode(prompt) == ids
-
-
-# --- bad words -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -99,9 +99,7 @@ def test_requests_are_cancelled_by_id(make_call: Callable[[Request], Any], polle
     assert [call.is_cancelled() for call in calls] == [False, True, True, False]
 
 
-def test_a_cancel_during_a_poll_is_kept(
-    make_call: Callable[[Request], Any],
-) -> None:
+def test_a_cancel_during_a_poll_is_kept(make_call: Callable[[Request], Any]) -> None:
     request, may_ask = Request("one"), threading.Event()
 
     class Slow(Sender):

@@ -109,10 +109,7 @@ def test_allowed_says_type_and_range(name: str) -> None:
         ({"name": "x", "color": "bleu"}, ["color must be one of `red`, `blue`, got 'bleu', did you mean 'blue'?"]),
         ({}, ["name is required"]),
         ({"name": "x", "flag": True, "count": 9}, ["flag and 9 do not go together"]),
-        (
-            {"name": 5, "more": []},
-            ["name must be a non-empty string, got 5", "more must be a JSON object, got []"],
-        ),
+        ({"name": 5, "more": []}, ["name must be a non-empty string, got 5", "more must be a JSON object, got []"]),
         (
             {"name": "x", "places": [-1, "a", 2.5], "words": ["a"] * (MAX_ENTRIES + 1)},
             [

@@ -3,14 +3,7 @@
 
 import asyncio
 
-from agents import (
-    Agent,
-    OpenAIChatCompletionsModel,
-    OpenAIResponsesModel,
-    Runner,
-    function_tool,
-    set_tracing_disabled,
-)
+from agents import Agent, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runner, function_tool, set_tracing_disabled
 from noting import API, MAX_TURNS, MODEL, TASK, URL, note, report
 from openai import AsyncOpenAI
 
