@@ -18,8 +18,6 @@ TESTS ?= tests
 
 # Modules run in parallel (tests/conftest.py says which of them on one worker), then the tests that measure time alone.
 # One worker more than CI's cores, as many tests wait for servers. With less than 24 GB of memory, WORKERS=2.
-# Each worker and server would compile all modules that it imports if none may be kept.
-unexport PYTHONDONTWRITEBYTECODE
 # Exit status 5: TESTS has no such test. RECORD is a folder for the results of each part as JUnit's XML.
 WORKERS ?= 3
 RECORD ?=

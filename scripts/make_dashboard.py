@@ -149,6 +149,14 @@ def panels() -> Iterator[tuple[str, list[Panel]]]:
             ),
             Panel("Preemptions", declared.PREEMPTIONS.help, {"{{model}}": _rate(declared.PREEMPTIONS)}),
             Panel(
+                "Prompt lookup",
+                declared.ACCEPTED_TOKENS.help,
+                {
+                    "{{model}} proposed": _rate(declared.PROPOSED_TOKENS),
+                    "{{model}} accepted": _rate(declared.ACCEPTED_TOKENS),
+                },
+            ),
+            Panel(
                 "Completions",
                 declared.COMPLETIONS.help,
                 {"{{model}} {{finish_reason}}": _rate(declared.COMPLETIONS, "finish_reason")},
