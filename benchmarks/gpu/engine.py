@@ -202,9 +202,9 @@ def timed_capture() -> Iterator[dict[str, Any]]:
     found: dict[str, Any] = {"eager_because": "the device is a CPU"}
     original = ModelRunner.capture
 
-    def capture(runner: ModelRunner, max_sequences: int, **options: Any) -> str | None:
+    def capture(runner: ModelRunner, max_sequences: int, *others: int) -> str | None:
         began_s = time.perf_counter()
-        reason = original(runner, max_sequences, **options)
+        reason = original(runner, max_sequences, *others)
         found.update(capture_s=time.perf_counter() - began_s, eager_because=reason)
         found["graphs"] = 0 if reason else len(step_sizes(max_sequences))
         return reason
