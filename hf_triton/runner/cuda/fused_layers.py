@@ -42,7 +42,9 @@ class FusedLayer:
         if arguments or type(between) is not FusedNorm or not between.takes(hidden_states):
             output: torch.Tensor = self.original(hidden_states, *arguments, **options)
             return output
-        attended, *_ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **options)
+        attended = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **options)
+        if isinstance(attended, tuple):  # attention weights stand behind; linear attention returns the states alone
+            attended = attended[0]
         states, normed = add_rms_norm(hidden_states, attended, between.weight, between.eps)
         fed = layer.mlp(normed)
         after = None if self.after is None else forward_of(self.after)
