@@ -7,9 +7,9 @@ from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[2]
-TORCHVISION = ROOT / ".venv" / "torchvision"
-"""On sys.path it is torchvision, for image processors alone (Makefile). A model's process has it by a line in its
-folder's `1/model.py`: `sys.path.append(...)`."""
+TORCHVISION = Path(sys.prefix) / "torchvision"
+"""On sys.path it is torchvision that fits this environment's torch, for image processors alone (Makefile). A
+model's process has it by a line in its folder's `1/model.py`: `sys.path.append(...)`."""
 PACKAGES = ("hf_triton", "hf_triton_gateway", "hf_triton_cli")
 
 
