@@ -136,7 +136,10 @@ class Container:
     def stop(self) -> int:
         """Stop the container, like `docker stop`, and return its exit code."""
         self.engine("stop", "-t", str(STOP_TIMEOUT_S), self.name, timeout_s=STOP_TIMEOUT_S + 10)
-        return self.process.wait(timeout=10)
+        code = self.process.wait(timeout=10)
+        if code:
+            print(tail(self.log))  # which the test that fails of it shows
+        return code
 
     def remove(self) -> None:
         """Kill the container if it is running."""
