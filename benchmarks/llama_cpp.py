@@ -9,8 +9,9 @@ turns, and every answer is checked for its length:
     B  64 requests, 16 at a time, prompts of 32 tokens, 32 new tokens
     C  64 requests, 16 at a time, prompts of 8 to 128 tokens, 8 to 192 new ones
 
-Figures are tokens per second, the ratio to llama.cpp's in the same round, and the memory of the process that computes:
-what it shares with no other, and its part of the rest (PSS), beside the bytes of the file.
+Figures are tokens per second, or with `--busy` per second of the server's processor time, on a machine with other work;
+the ratio to llama.cpp's in the same round; and the memory of the process that computes: what it shares with no other,
+and its part of the rest (PSS), beside the bytes of the file.
 """
 
 from __future__ import annotations
@@ -128,22 +129,30 @@ class Way:
     client: LeanClient
     path: str
     pid: int
+    server: int
+    """The process that has all others of the server."""
+
+    def processor_s(self) -> float:
+        server = psutil.Process(self.server)
+        return sum(sum(each.cpu_times()[:2]) for each in (server, *server.children(recursive=True)))
 
     def body(self, prompt: str, num_new: int) -> dict[str, Any]:
         if self.path == "/completion":
             return {"prompt": prompt, "n_predict": num_new, "temperature": 0, "ignore_eos": True, "cache_prompt": False}
         return {"text_input": prompt, "max_new_tokens": num_new, "ignore_eos": True, "return_num_output_tokens": True}
 
-    def tokens_per_s(self, load: Load) -> float:
+    def tokens_per_s(self, load: Load, *, is_busy: bool) -> float:
+        """Tokens per second of wall time, or of processor time on a busy machine."""
         width, requests = load
         self.client.connect(width)
+        begun_s = self.processor_s()
         wall_s, answers = self.client.post(self.path, [self.body(*each) for each in requests], width)
         for answer, (_, num_new) in zip(answers, requests, strict=True):
             found = json.loads(answer)
             count = found["tokens_predicted"] if "tokens_predicted" in found else found["num_output_tokens"]
             if count != num_new:
                 raise LostAnswerError(f"{count} tokens of {num_new}")
-        return sum(num_new for _, num_new in requests) / wall_s
+        return sum(num_new for _, num_new in requests) / (self.processor_s() - begun_s if is_busy else wall_s)
 
     def memory_mb(self) -> float:
         """Its proportional set size."""
@@ -164,7 +173,7 @@ def llama_server(program: Path, file: Path) -> Iterator[Way]:
                     raise click.ClickException("llama-server did not start")
                 time.sleep(0.1)
             with closing(LeanClient(url)) as client:
-                yield Way(client, "/completion", process.pid)
+                yield Way(client, "/completion", process.pid, process.pid)
         finally:
             process.kill()
 
@@ -191,10 +200,12 @@ def own_server(file: Path, root: Path) -> Iterator[Way]:
     with TritonServer(root, environment={"OMP_NUM_THREADS": "1"}) as server:
         [process] = psutil.Process(server.process.pid).children()
         with closing(LeanClient(server.http_url)) as client:
-            yield Way(client, "/v2/models/model/generate", process.pid)
+            yield Way(client, "/v2/models/model/generate", process.pid, server.process.pid)
 
 
-def measure(programs: Path, name: str, rounds: int, count: int, folder: Path) -> Iterator[dict[str, Any]]:
+def measure(
+    programs: Path, name: str, rounds: int, count: int, folder: Path, *, is_busy: bool
+) -> Iterator[dict[str, Any]]:
     plain = folder / f"{name}.gguf"
     write_model(SIZES[name], plain)
     for kind in FILES:
@@ -210,7 +221,7 @@ def measure(programs: Path, name: str, rounds: int, count: int, folder: Path) ->
             for number in range(rounds + 1):
                 order = list(ways) if number % 2 else list(reversed(ways))
                 for load, requests in loads(count if number else WARM_UP).items():
-                    speeds = {way: ways[way].tokens_per_s(requests) for way in order}
+                    speeds = {way: ways[way].tokens_per_s(requests, is_busy=is_busy) for way in order}
                     if number:
                         yield {"model": name, "file": kind, "load": load, **speeds}
             memory = {way: each.memory_mb() for way, each in ways.items()}
@@ -234,14 +245,15 @@ def show(rows: list[dict[str, Any]]) -> None:
 @click.option("--model", "models", type=click.Choice(list(SIZES)), multiple=True, default=("34M", "0.6B"))
 @click.option("--rounds", default=3, show_default=True)
 @click.option("--requests", "count", default=64, show_default=True, help="Of B and C; A has a third.")
+@click.option("--busy", "is_busy", is_flag=True, help="Count processor time.")
 @click.option("--out", type=click.Path(path_type=Path), help="JSON of all rounds.")
-def main(programs: Path, models: tuple[str, ...], rounds: int, count: int, out: Path | None) -> None:
+def main(programs: Path, models: tuple[str, ...], rounds: int, count: int, is_busy: bool, out: Path | None) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         rows = []
         for name in models:
             folder = Path(scratch, name)
             folder.mkdir()
-            for row in measure(programs, name, rounds, count, folder):
+            for row in measure(programs, name, rounds, count, folder, is_busy=is_busy):
                 rows.append(row)
                 print(json.dumps(row), flush=True)
     show(rows)

@@ -66,6 +66,8 @@ class Recovery:
             return False
         if is_memory(error):
             return len(suspects) == 1 and len(running) <= 1 and not self._memory.pool.num_kept
+        if any(part.num_drafted for part in step.ranges):  # a trial has no proposals
+            return False
         # Scheduling may have failed on a waiting one; but during a trial it looks at those of the trial alone.
         return bool(step.ranges or suspects[0].trial or not running)
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompt lookup: the tokens, and their log probabilities, are those without it; there are fewer steps."""
 
+import copy
 import random
 from collections.abc import Container, Iterator
 from typing import Any
@@ -223,6 +224,40 @@ def test_a_logits_processor_is_called_for_each_token_in_a_step_of_its_own(model:
     client.ask(WORD * 3, SamplingParams(20), logits_processor=process)
     assert lengths == list(range(27, 47))
     assert counts.num_proposed == 0
+
+
+def test_a_sequence_whose_step_fails_by_its_proposal_goes_on_without(
+    repeating: Any, start: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request, run = (WORD * 3, SamplingParams(40)), ModelRunner.run
+    expected = only(Client(start(repeating, config=EngineConfig(block_size=8))).ask(*request))
+    failed: list[Step] = []
+
+    def fail(runner: ModelRunner, step: Step, *rest: Any) -> Any:
+        if any(part.num_drafted for part in step.ranges):
+            failed.append(step)
+            raise RuntimeError("more rows than the device has")
+        return run(runner, step, *rest)
+
+    client = Client(start(repeating, prompt_lookup=8, config=CONFIG))
+    monkeypatch.setattr(ModelRunner, "run", fail)
+    assert only(client.ask(*request)).token_ids == expected.token_ids
+    assert failed
+
+
+@torch.inference_mode()
+def test_in_half_precision_tokens_are_those_of_the_highest_logit_up_to_its_rounding(
+    repeating: Any, start: StartEngine
+) -> None:
+    half, counts = copy.deepcopy(repeating).bfloat16(), Counts()
+    client = Client(start(half, prompt_lookup=8, config=CONFIG, observer=counts))
+    for number in range(4):
+        prompt = [number, 5, 6, 7, 8] * 4
+        ids = torch.tensor([prompt + only(client.ask(prompt, SamplingParams(50))).token_ids])
+        exact, rounded = (each(ids).logits[0, len(prompt) - 1 : -1].float() for each in (repeating, half))
+        lost = exact.amax(-1) - exact.gather(-1, ids[0, len(prompt) :, None])[:, 0]
+        assert bool((lost <= 2 * (exact - rounded).abs().amax()).all())
+    assert counts.num_accepted > 20
 
 
 def test_what_a_proposed_token_costs_is_timed_at_load(model: Any, start: StartEngine) -> None:

@@ -11,9 +11,15 @@ from torch import nn
 from hf_triton.runner.cpu import grouped_layers, grouped_linear
 from hf_triton.runner.cpu.grouped_linear import GroupedEmbedding, GroupedLinear
 
-pytestmark = pytest.mark.skipif(not grouped_layers(), reason="there is no kernel for this processor")
 SHAPES = [(64, 256), (40, 96), (7, 32), (300, 1056)]
 COUNTS = (1, 2, 3, 4, 5, 9, 70)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernel() -> None:
+    """It is compiled here, for seconds, and not while tests are collected."""
+    if not grouped_layers():
+        pytest.skip("there is no kernel for this processor")
 
 
 def build(outputs: int, inputs: int, bits: int, *, group: int = 32, has_minimums: bool, has_bias: bool = False) -> Any:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from hf_triton.runner.cuda.merged import MergedLinear, merge_products
-from hf_triton.runner.cuda.seen_calls import see_calls
 from hf_triton.runner.float32 import in_float32
+from hf_triton.runner.merged import MergedLinear, merge_products
+from hf_triton.runner.seen_calls import see_calls
 from tests.support.architectures import BASE, CONTINUOUS, HEADS, build
 
 TOKENS = torch.tensor([[5, 6, 7, 8, 9]])
@@ -82,7 +82,7 @@ def test_memory_holds_one_product_more_while_it_is_made(monkeypatch: pytest.Monk
         made.append(sum(storages.values()))
         return cat(tensors, **options)
 
-    monkeypatch.setattr("hf_triton.runner.cuda.merged.torch.cat", note)
+    monkeypatch.setattr("hf_triton.runner.merged.torch.cat", note)
     size = sum(each.nbytes for each in model.parameters())
     calls = see_calls(model)
     made.clear()

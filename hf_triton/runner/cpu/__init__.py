@@ -15,7 +15,15 @@ from hf_triton.runner.cpu.threads import SharedCores
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SharedCores", "accelerate", "accelerate_encoder", "grouped_layers", "paged_kernels", "small_layers"]
+__all__ = [
+    "SharedCores",
+    "accelerate",
+    "accelerate_encoder",
+    "give_back_freed_memory",
+    "grouped_layers",
+    "paged_kernels",
+    "small_layers",
+]
 
 
 def accelerate(model: Any, *, pack_weights: Literal["auto"] | bool = "auto") -> None:
@@ -28,6 +36,7 @@ def accelerate(model: Any, *, pack_weights: Literal["auto"] | bool = "auto") -> 
     """
     if model.device.type != "cpu":
         return
+    from hf_triton.runner.cpu.fewer_calls import reduce_calls
     from hf_triton.runner.cpu.layer_packing import pack
     from hf_triton.runner.cpu.malloc import keep_freed_memory
 
@@ -37,6 +46,7 @@ def accelerate(model: Any, *, pack_weights: Literal["auto"] | bool = "auto") -> 
     has_codes = any(hasattr(module, "widened") for module in model.modules())
     if pack_weights == "auto" and has_codes and (small := small_layers()):
         small.compare_speed(model)
+    reduce_calls(model)
 
 
 def accelerate_encoder(
@@ -51,6 +61,13 @@ def accelerate_encoder(
     keep_freed_memory()
     if pack_weights:
         pack_encoder(model, compute, "auto" if pack_weights == "auto" else "all")
+
+
+def give_back_freed_memory() -> None:
+    """Give the system the memory that the C library's heap keeps for later."""
+    from hf_triton.runner.cpu.malloc import trim
+
+    trim()
 
 
 def small_layers() -> ModuleType | None:

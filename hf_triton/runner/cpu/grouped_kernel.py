@@ -160,6 +160,12 @@ def _call(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
     return builder.call(builder.module.globals.get(name) or ir.Function(builder.module, kind, name), arguments)
 
 
+def _kept_here(builder: Any, number: Any) -> Any:
+    """A number that LLVM computes before what follows: it would form one sum after the other, and spill all codes."""
+    kind = ir.FunctionType(number.type, [number.type])
+    return builder.asm(kind, "", "=v,0", [number], True)
+
+
 def _load(builder: Any, kind: Any, address: Any) -> Any:
     return builder.load(builder.inttoptr(address, kind.as_pointer()), align=2)
 
@@ -217,7 +223,10 @@ def _tile(bits: int, group: int, has_minimums: bool, number: int) -> Any:
                         for address in own_rows
                     ]
                     whole = [
-                        builder.add(total, _call(builder, MULTIPLY_PAIRS, WORDS, inputs[row], pairs[register]))
+                        _kept_here(
+                            builder,
+                            builder.add(total, _call(builder, MULTIPLY_PAIRS, WORDS, inputs[row], pairs[register])),
+                        )
                         for total, (row, register) in zip(whole, positions, strict=True)
                     ]
             added = []

@@ -84,6 +84,8 @@ def _pack(
     started = time.perf_counter()
     try:
         layers = [layer for layer in model.modules() if _is_linear(layer)]
+        if not layers:
+            return 0
         choices = time_all(layers) if time_all else {}
         timed_s = time.perf_counter() - started
         num_users = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))

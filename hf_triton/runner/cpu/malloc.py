@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keep freed tensor memory in the C library's heap for the next forward."""
+"""Keep freed tensor memory in the C library's heap for the next forward, or give it back to the system."""
 
 from __future__ import annotations
 
@@ -25,3 +25,10 @@ def keep_freed_memory() -> None:
     if set_option is not None:
         set_option(*MMAP_THRESHOLD)
         set_option(*TRIM_THRESHOLD)
+
+
+def trim() -> None:
+    """Give the system the memory that the heap keeps; does nothing with another C library than glibc."""
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)

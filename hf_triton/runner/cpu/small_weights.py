@@ -229,7 +229,7 @@ def _finish(model: Any) -> None:
     small = {id(layer): layer.bits for layer in model.modules() if isinstance(layer, GroupedLinear)}
     plain = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear | Conv1D)]
     logger.info(
-        "weights: %d linear layers and tables of 8 bits, %d of 4; all weights take %.2f GB%s",
+        "weights: %d linear layers and tables of 8 bits, %d of 4; all weights take %.3g GB%s",
         sum(bits == 8 for bits in small.values()),
         sum(bits == 4 for bits in small.values()),
         model.get_memory_footprint() / 1e9,

@@ -19,8 +19,8 @@ from transformers.cache_utils import DynamicCache
 
 from hf_triton.runner.calling import cache_name
 from hf_triton.runner.cuda.fused_operations import rotary
-from hf_triton.runner.cuda.seen_calls import see_calls
 from hf_triton.runner.paged_cache import PagedCache, PagedLayer, is_same
+from hf_triton.runner.seen_calls import see_calls
 from hf_triton.runner.step_attention import cache_of_thread
 
 

@@ -26,10 +26,10 @@ from hf_triton.runner.cuda.early_writes import rotate, write_early
 from hf_triton.runner.cuda.fused_layers import fuse_layers
 from hf_triton.runner.cuda.fused_norms import Forward, build_norm, is_like_norm, random_numbers
 from hf_triton.runner.cuda.fused_operations import gelu_mul, is_usable, rotary, silu_mul, writes_early
-from hf_triton.runner.cuda.merged import merge_products
-from hf_triton.runner.cuda.seen_calls import see_calls
 from hf_triton.runner.faults import described
+from hf_triton.runner.merged import merge_products
 from hf_triton.runner.numerics import agree
+from hf_triton.runner.seen_calls import see_calls
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ import torch
 
 from hf_triton.runner.cuda.fused_norms import FusedNorm, forward_of
 from hf_triton.runner.cuda.fused_operations import add_rms_norm
-from hf_triton.runner.cuda.seen_calls import Call
 from hf_triton.runner.faults import described
+from hf_triton.runner.seen_calls import Call
 
 logger = logging.getLogger(__name__)
 

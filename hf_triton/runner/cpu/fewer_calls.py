@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One call of torch in place of several: a small model's decoding step spends most of its time between them.
+
+RMSNorms in float32 become torch's own operation, and rotary embeddings one that turns halves around, if the bits stay
+the same; layers of codes with one input become one.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from hf_triton.runner.faults import described
+from hf_triton.runner.float32 import is_small
+from hf_triton.runner.merged import merge_products
+from hf_triton.runner.seen_calls import see_calls
+
+logger = logging.getLogger(__name__)
+
+ROTARY: Final = "apply_rotary_pos_emb"
+"""The function of transformers' modeling modules that rotates query and key."""
+SCALES: Final = 1.0, 30.0, 1e-3, 1e3, 1e-9
+"""Sizes of the states that a norm is tried with."""
+
+
+@torch.no_grad()
+def reduce_calls(model: Any) -> None:
+    """Replace what can be replaced in a model that generates, in place."""
+    num_norms, num_products = sum(map(_replace_norm, model.modules())), 0
+    if any(map(is_small, model.modules())):
+        try:
+            num_products = merge_products([call for call in see_calls(model) if is_small(call.module)])
+        except Exception as error:  # a model that takes no token ids
+            logger.debug("no products are merged (%s)", described(error))
+    for name in {type(module).__module__ for module in model.modules()} & sys.modules.keys():
+        _replace_rotary(sys.modules[name])
+    logger.info("fewer calls: %d norms, %d products of one input", num_norms, num_products)
+
+
+@dataclass
+class Norm:
+    """The forward of an RMSNorm."""
+
+    original: Callable[[torch.Tensor], torch.Tensor]
+    weight: torch.Tensor
+    eps: float
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        if states.dtype is not torch.float32 or states.shape[-1:] != self.weight.shape:
+            return self.original(states)  # Falcon-Mamba's have a weight that they do not use, for states of any size
+        return torch.rms_norm(states, self.weight.shape, self.weight, self.eps)
+
+
+def _replace_norm(module: nn.Module) -> bool:
+    """Replace a norm of one weight and nothing else; whether it was one."""
+    if any(module.children()):  # which may have hooks
+        return False
+    weights = [*module.parameters(), *module.buffers()]
+    if [(each.ndim, each.dtype) for each in weights] != [(1, torch.float32)] or "forward" in vars(module):
+        return False
+    if len(inspect.signature(module.forward).parameters) != 1:  # others have a gate beside the states
+        return False
+    states = _noise(5, len(weights[0])) * torch.tensor(SCALES, device="cpu", dtype=torch.float32)[:, None]
+    try:
+        expected = module(states)
+        for eps in {value for value in vars(module).values() if isinstance(value, float)}:
+            for weight in (weights[0], 1 + weights[0]):
+                norm = Norm(module.forward, weight, eps)
+                if torch.equal(norm(states), expected):
+                    module.forward = norm
+                    return True
+    except Exception as error:  # a module may do anything in its forward
+        logger.debug("%s is no norm (%s)", type(module).__name__, described(error))
+    return False
+
+
+class Rotary:
+    """Stands in for a modeling module's function, which computes what is not float32 on a CPU, or has other options."""
+
+    def __init__(self, original: Callable[..., Any]) -> None:
+        self.original = original
+        self.kept: tuple[Any, ...] = (None, None, None, None)
+        """Cosines and sines of a step, and both as they are multiplied: all its layers have the same."""
+
+    def __call__(self, *given: Any, **options: Any) -> Any:
+        is_plain = not options and len(given) == 4 and given[0].ndim == 4 and given[2].ndim == 3
+        if not is_plain or any(each.dtype is not torch.float32 or not each.is_cpu for each in given):
+            return self.original(*given, **options)
+        query, key, cos, sin = given
+        size = query.shape[-1]
+        if not cos.shape[-1] == sin.shape[-1] == key.shape[-1] == size or torch.is_grad_enabled():
+            return self.original(*given)
+        kept = self.kept
+        if kept[0] is not cos or kept[1] is not sin:
+            turned = torch.cat((-sin[..., : size // 2], sin[..., size // 2 :]), -1)
+            kept = self.kept = cos, sin, cos.unsqueeze(1), turned.unsqueeze(1)
+        return tuple((each * kept[2]).add_(each.roll(size // 2, -1).mul_(kept[3])) for each in (query, key))
+
+
+def _replace_rotary(module: Any) -> None:
+    """Replace the function of a modeling module if it rotates number `i` of a head with number `i + size / 2`."""
+    original = getattr(module, ROTARY, None)
+    if original is None or isinstance(original, Rotary):
+        return
+    rotary, states = Rotary(original), _noise(2, 8, 3, 16)
+    given = states[:, :6], states[:, 2:4], states[:, 6], states[:, 7]
+    try:
+        if all(map(torch.equal, original(*given), rotary(*given))):
+            setattr(module, ROTARY, rotary)
+    except Exception as error:  # a function of the same name that takes other arguments
+        logger.debug("%s of %s stays (%s)", ROTARY, module.__name__, described(error))
+
+
+def _noise(*shape: int) -> torch.Tensor:
+    """Numbers of the one type that is replaced; own code may have set another default."""
+    source = torch.Generator("cpu").manual_seed(shape[-1])
+    return torch.randn(*shape, generator=source, device="cpu", dtype=torch.float32)
