@@ -37,6 +37,7 @@ from types import TracebackType
 from typing import Any, Final
 
 from hf_triton.errors import ServerError
+from hf_triton.model_process import SHARED_MEMORY, STARTED_IN
 from hf_triton.protocol.load_reasons import first_sentence
 from hf_triton.scratch import ScratchFolder
 
@@ -58,15 +59,7 @@ STUB_TIMEOUT_S: Final = 120
 ADMIN_APIS: Final = ("model-repository", "shared-memory", "trace", "logging")
 """What changes a server: loading (and the index), regions of shared memory, where Triton writes traces and logs."""
 ADMIN_HEADER: Final = "admin-key"
-SHARED_MEMORY: Final = Path("/dev/shm")
-"""The folder where the server and the processes of its models pass tensors to each other."""
-SCARCE_BYTES: Final = 64 << 20
-"""Docker's default for it: less free than this does for small requests alone."""
 OUTGOING_PORTS: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
-
-
-STARTED_IN: Final = "_HF_TRITON_STARTED_IN"
-"""The variable that names the server's current folder, in the process of a model."""
 STUB_SCRIPT: Final = f"""#!/bin/sh
 export {STARTED_IN}="$PWD"
 cd / && exec {{stub}} "$@"
@@ -279,25 +272,6 @@ def end_with_parent() -> None:
     """Runs in a new process: it gets SIGTERM when the thread that started it ends."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def free_shared_memory() -> int:
-    """Free bytes of the shared memory; 0 if it cannot be known."""
-    try:
-        status = os.statvfs(SHARED_MEMORY)
-    except OSError:
-        return 0
-    return status.f_bavail * status.f_frsize
-
-
-def scarce_shared_memory() -> str | None:
-    free = free_shared_memory()
-    if free >= SCARCE_BYTES:
-        return None
-    return (
-        f"{SHARED_MEMORY} has {free / 2**20:.0f} MiB free, and what does not fit is refused (out_of_memory): give it 1 "
-        "GiB, by --shm-size=1g of Docker or an emptyDir of the medium Memory in Kubernetes"
-    )
 
 
 def describe_status(status: int) -> str:

@@ -15,7 +15,8 @@ FOLDERS: Final = ("model", "cli")
 NEEDS: Final[Mapping[str, tuple[str, ...]]] = {
     **dict.fromkeys(("run", "serve"), FOLDERS),
     **dict.fromkeys(("new", "check", "pull", "bundle", "size", "optimize", "export"), FOLDERS),
-    **dict.fromkeys(("settings", "list", "status", "load", "unload", "generate", "chat", "run-batch", "bench"), CLIENT),
+    **dict.fromkeys(("settings", "list", "status", "load", "unload", "sleep", "wake"), CLIENT),
+    **dict.fromkeys(("generate", "chat", "run-batch", "bench"), CLIENT),
     "openai": ("gateway",),
 }
 """The extras that a command needs."""

@@ -8,7 +8,7 @@ import textwrap
 import click
 
 from hf_triton.errors import SettingsError, clip
-from hf_triton.protocol.validation import allowed, default_words, suggest
+from hf_triton.protocol.validation import allowed, default_words, meanings, suggest
 from hf_triton.settings import SETTING_NAMES, ModelSettings
 from hf_triton_cli.tables import show_table
 
@@ -24,10 +24,10 @@ def settings(name: str | None) -> None:
     key = SETTING_NAMES.get(name or "", "")
     if name is not None and key not in fields:
         raise SettingsError(f"there is no setting {clip(name)}{suggest(name, fields, '`hf-triton settings`')}")
-    meanings = {each: " ".join((field.description or "").split()) for each, field in fields.items()}
+    meaning = meanings(ModelSettings)
     if name is None:
-        rows = ((each, default_words(field), meanings[each].partition(". ")[0]) for each, field in fields.items())
+        rows = ((each, default_words(field), meaning[each].partition(". ")[0]) for each, field in fields.items())
         show_table([dict(zip(("setting", "default", "meaning"), row, strict=True)) for row in rows])
         return
     click.echo(f"{click.style(key, bold=True)}: {allowed(fields[key])}; default {default_words(fields[key])}\n")
-    click.echo(textwrap.fill(meanings[key], 100))
+    click.echo(textwrap.fill(meaning[key], 100))

@@ -23,7 +23,7 @@ from hf_triton.protocol.parameters import GenerationParameters
 from hf_triton.protocol.request_options import RequestOptions
 from hf_triton.protocol.structured_output import GRAMMARS, MAX_GRAMMAR
 from hf_triton.protocol.task_declaration import TaskOptions
-from hf_triton.protocol.validation import allowed, table
+from hf_triton.protocol.validation import allowed, meanings, table
 from hf_triton.settings import DoorSettings, FormerName, ModelSettings
 from hf_triton.tasks.registry import DECLARED_TASKS, ENCODER_TASKS, task_class
 from hf_triton.tasks.serving.metrics import METRICS
@@ -32,7 +32,7 @@ from hf_triton.tasks.text_generation.response_template import shipped_families, 
 from hf_triton_cli.serving.gateway_options import ALONE
 from hf_triton_gateway.chat.chat_completions import ChatRequest
 from hf_triton_gateway.chat.completions import CompletionRequest
-from hf_triton_gateway.chat.fields import IGNORED
+from hf_triton_gateway.chat.fields import IGNORED, SAMPLING
 from hf_triton_gateway.gateway_config import GatewayConfig
 from hf_triton_gateway.http.bodies import MAX_CONTAINERS, MAX_JSON_BYTES, MAX_VALUES
 from hf_triton_gateway.http.gateway_metrics import Metrics
@@ -186,9 +186,11 @@ def _labels(*names: str) -> str:
 def openai_fields_table() -> str:
     """The fields of `/v1/chat/completions` and `/v1/completions`; one that differs has a row for each."""
     rows: dict[tuple[str, str, str], list[str]] = {}
+    of_parameters = meanings(GenerationParameters)
     for endpoint, model in {"chat": ChatRequest, "completions": CompletionRequest}.items():
         for name, field in model.model_fields.items():
-            meaning = re.split(r"(?<=\.) (?=[A-Z])", _one_line(field.description))[0]
+            own = _one_line(field.description) if field.description else of_parameters[SAMPLING[name]]
+            meaning = re.split(r"(?<=\.) (?=[A-Z])", own)[0]
             rows.setdefault((name, allowed(field), meaning), []).append(endpoint)
     lines = (
         f"| `{name}` | {', '.join(endpoints)} | {values} | {meaning} |"

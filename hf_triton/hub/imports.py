@@ -22,7 +22,9 @@ from typing import Final
 
 from hf_triton.files import read_text
 from hf_triton.hub.compiler_stand_ins import put_stand_ins
+from hf_triton.hub.lazy_names import import_lazily
 from hf_triton.settings import ModelSettings
+from hf_triton.start_clock import start_clock
 
 logger = logging.getLogger(__name__)
 
@@ -57,13 +59,18 @@ def import_transformers(sources: Iterable[Path], settings: ModelSettings) -> Non
     gc.disable()
     try:
         with hidden(ASKED_BY.keys() - asked), contextlib.ExitStack() as stack:
-            if not asked and not any(word in text for word in FOR_TORCH):
+            import torch  # noqa: F401
+
+            start_clock.end("torch")
+            if not asked and settings.tensor_parallel_size == 1 and not any(word in text for word in FOR_TORCH):
                 put_stand_ins()
                 stack.enter_context(_without_distributed())  # which other packages would be told too
+            import_lazily()
             from transformers import AutoModel, AutoTokenizer, GenerationMixin, PreTrainedModel  # noqa: F401
             from transformers.processing_utils import ProcessorMixin  # noqa: F401  # looks for those of sound
     finally:
         gc.enable()
+    start_clock.end("transformers")
     gc.freeze()  # a quarter of a million objects that live as long as the process
 
 

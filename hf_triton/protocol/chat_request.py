@@ -206,7 +206,7 @@ def _checked(name: str, model: type[BaseModel], value: object) -> dict[str, Any]
 
 
 class _Declared(BaseModel):
-    model_config = ConfigDict(frozen=True, strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, strict=True)
 
 
 class _ToolCall(_Declared):

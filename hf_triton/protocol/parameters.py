@@ -60,9 +60,7 @@ Bias = Annotated[float, annotated_types.Ge(-100), annotated_types.Le(100)]
 class GenerationParameters(BaseModel):
     """Parameters of one prompt; None means "not given"."""
 
-    model_config = ConfigDict(
-        defer_build=True, frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     max_new_tokens: Annotated[int, annotated_types.Ge(1), annotated_types.Le(MAX_NEW_TOKENS)] | None = None
     """Maximum number of tokens to generate. By default the folder's setting `max_output_length`. Prompt and completion

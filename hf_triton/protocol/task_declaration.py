@@ -87,9 +87,7 @@ class TaskOutput:
 class DeclaredOptions(BaseModel):
     """Request parameters of a task; None means "not given"."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class TaskOptions(DeclaredOptions):

@@ -18,7 +18,7 @@ TOKENIZER_REQUEST: Final = "tokenizer_request"
 class TokenizerRequest(BaseModel):
     """What is asked: `text`, or `tokens`, or, without either, the tokenizer's configuration."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     text: str | None = None
     """A text, whose tokens are asked for."""

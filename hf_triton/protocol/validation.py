@@ -7,8 +7,12 @@ range and default, so that error messages and tables agree.
 
 from __future__ import annotations
 
+import ast
 import difflib
+import inspect
+import itertools
 import re
+import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
@@ -34,6 +38,7 @@ SLIP_LIKENESS: Final = 0.8
 """A name this like a known one is a slip of the pen."""
 MIN_LIKENESS: Final = 0.6
 """A name at least this like another, from 0 to 1, is taken for it misspelt."""
+NUMBERS: Final = re.compile(r"\d+", re.ASCII)
 MAX_ENTRIES: Final = 1024  # of an array or object: pydantic words an error for each, which takes minutes for millions
 MAX_LEVELS: Final = 200  # of nesting: pydantic's parser reads no more
 MAX_TOKEN_IDS: Final = 2**18
@@ -135,6 +140,8 @@ def _wrong_choice(got: str, choices: Sequence[str], wanted: str) -> str:
     """`must be one of ..., got ..., did you mean ...?`; a near one stands in place of more than `MAX_LISTED`."""
     is_long = len(choices) > MAX_LISTED
     near = difflib.get_close_matches(got[:MAX_NAME], choices, n=1, cutoff=MIN_LIKENESS)
+    if not near and (numbers := NUMBERS.findall(got[:MAX_NAME])):  # `4bit` for `int4`
+        near = [choice for choice in choices if NUMBERS.findall(choice) == numbers]
     hint = f", did you mean '{near[0]}'?" if near else ""
     return f"has no value {clip(got)}{hint}" if near and is_long else f"must be {wanted}, got {clip(got)}{hint}"
 
@@ -219,6 +226,8 @@ def _type_words(annotation: Any, constraints: tuple[object, ...] = ()) -> str:
     if origin is dict and arguments[1] is not Any:
         name, value = map(_type_words, arguments)
         return f"a JSON object of {_length_words(constraints)} entries, each name {name}, each value {value}"
+    if words := [entry.documentation for entry in constraints if isinstance(entry, annotated_types.DocInfo)]:
+        return words[0]
     if annotation is str and _length_bounds(constraints)[1] is not None:
         return f"a string of {_length_words(constraints)} characters"
     if annotation is str and _length_bounds(constraints)[0]:
@@ -357,12 +366,27 @@ def reject_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def table(model: type[BaseModel], extra: Mapping[str, str] | None = None) -> str:
     """A model's fields as a Markdown table: name with `extra` words, values, default and meaning."""
-    lines = ["| name | values | default | meaning |", "|---|---|---|---|"]
+    lines, found = ["| name | values | default | meaning |", "|---|---|---|---|"], meanings(model)
     for name, field in model.model_fields.items():
-        meaning = " ".join((field.description or "").split())
+        meaning = found.get(name, "")
         values = allowed(field)
         lines.append(f"| `{name}`{(extra or {}).get(name, '')} | {values} | {default_words(field)} | {meaning} |")
     return "\n".join(lines)
+
+
+def meanings(model: type[BaseModel]) -> dict[str, str]:
+    """What a model's fields mean, each in a line: their attribute docstrings.
+
+    pydantic would read them where the class is made, in every process of a folder, which needs none of them.
+    """
+    found = {}
+    for each in reversed(model.__mro__[: model.__mro__.index(BaseModel)]):
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body
+        for field, after in itertools.pairwise(getattr(definition, "body", ())):
+            match field, after:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    found[name] = " ".join(text.split())
+    return found
 
 
 def default_words(field: FieldInfo) -> str:

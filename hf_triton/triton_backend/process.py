@@ -22,7 +22,7 @@ from typing import Final
 import triton_python_backend_utils as pb_utils
 
 from hf_triton.errors import OneLineFormatter
-from hf_triton.server import STARTED_IN, scarce_shared_memory
+from hf_triton.model_process import STARTED_IN, scarce_shared_memory
 
 logger = logging.getLogger(__name__)
 

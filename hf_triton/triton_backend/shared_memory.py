@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from hf_triton.server import free_shared_memory
+from hf_triton.model_process import free_shared_memory
 
 OWN_BYTES: Final = 16 << 10
 """What a response takes beside the elements of its tensors, an error's sentence included."""

@@ -43,6 +43,32 @@ assert is_torchao_available() and not is_scipy_available()
 import scipy
 """
 
+NAMES = """
+import pickle
+import sys
+import torch
+from hf_triton.hub.imports import ASKED_BY, hidden, import_transformers
+from hf_triton.settings import ModelSettings
+
+if sys.argv[1] == "lazily":
+    import_transformers([], ModelSettings(huggingface_model="x"))
+else:
+    with hidden(ASKED_BY):
+        import transformers.models
+import transformers
+from transformers.utils import import_utils
+from transformers.models import bert
+from transformers import AutoModelForCausalLM, models
+assert (import_utils.create_import_structure_from_path.cache_info().misses < 9) == (sys.argv[1] == "lazily")
+assert "bert.modeling_bert" in pickle.loads(pickle.dumps(models))._modules
+assert transformers.LlamaForCausalLM.__module__ == "transformers.models.llama.modeling_llama"
+assert transformers.LlamaTokenizerFast and not hasattr(transformers, "LlamaForNothing")
+for module in transformers, models:
+    assert set(module.__all__) <= set(dir(module))
+    print(sorted(module.__all__), sorted(module._modules), sorted(module._class_to_module.items()))
+    print(sorted((name, sorted(map(str, lacks))) for name, lacks in module._object_missing_backend.items()))
+"""
+
 COMPILES = """
 import importlib.util, sys
 from hf_triton.hub.imports import import_transformers
@@ -63,8 +89,10 @@ assert sympy.Symbol("x") + 0 == sympy.Symbol("x") and torch._dynamo.utils is uti
 
 
 @pytest.fixture(scope="module")
-def modules(make_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
-    """By folder, the modules of its process after a request."""
+def served(
+    make_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, set[str]], str]:
+    """By folder, the modules of its process after a request; and the server's log."""
     repository = tmp_path_factory.mktemp("repository")
     encoder = build_tiny_encoder(tmp_path_factory.mktemp("encoder"), "text-classification")
     folders = [
@@ -76,7 +104,22 @@ def modules(make_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathF
     with TritonServer(repository) as server:
         for folder in folders:
             assert generate(server, folder.name, "Hello").status == 200
-    return {folder.name: set((folder / "1" / "modules").read_text().split()) for folder in folders}
+        log = server.read_log()
+    return {folder.name: set((folder / "1" / "modules").read_text().split()) for folder in folders}, log
+
+
+@pytest.fixture(scope="module")
+def modules(served: tuple[dict[str, set[str]], str]) -> dict[str, set[str]]:
+    return served[0]
+
+
+def test_the_log_tells_the_parts_of_each_start(served: tuple[dict[str, set[str]], str]) -> None:
+    lines = re.findall(r"(demo|labels): started in [\d.]+ s \(([\d.]+) s of processor time\): (.*?)\"?\n", served[1])
+    assert {name for name, *_ in lines} == {"demo", "labels"}
+    for _, whole, listed in lines:
+        parts = {name: float(seconds) for name, seconds in re.findall(r"(\w+) ([\d.]+)", listed)}
+        assert {"interpreter", "files", "torch", "transformers", "tokenizer", "weights", "service"} <= parts.keys()
+        assert sum(parts.values()) == pytest.approx(float(whole), abs=0.2)
 
 
 @pytest.mark.parametrize("folder", ["demo", "labels"])
@@ -96,6 +139,15 @@ def test_a_process_of_texts_imports_nothing_of_encoders(modules: dict[str, set[s
 def test_what_a_folder_asks_for_is_seen_and_own_code_imports_the_rest(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", ASKED, tmp_path], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_transformers_reads_its_models_for_their_names_when_one_is_asked_for_and_finds_the_same() -> None:
+    command = [sys.executable, "-W", "ignore", "-c", NAMES]
+    lazily, plainly = (subprocess.run([*command, way], capture_output=True, text=True) for way in ("lazily", "plainly"))
+    assert not lazily.returncode, lazily.stderr
+    assert not plainly.returncode, plainly.stderr
+    assert len(lazily.stdout) > 100_000
+    assert lazily.stdout == plainly.stdout
 
 
 @pytest.mark.parametrize(
