@@ -25,6 +25,7 @@ DTYPES: Final = ("auto", "float32", "float16", "bfloat16")
 @click.command(epilog="Example: hf-triton size Qwen/Qwen3-8B --gpu h100 --context 4096 --concurrency 64")
 @click.argument("model", metavar="MODEL")
 @click.option("--gpu", type=CardName(), default=CPU, help=f"{', '.join(CARDS)}; by default this machine's memory.")
+@click.option("--gpus", type=COUNT, help="Divide the model among so many, as tensor_parallel_size does.")
 @click.option("--context", type=click.IntRange(min=2), help="Tokens of a sequence. By default the model's context.")
 @click.option("--concurrency", type=COUNT, help="Sequences at a time. By default max_num_seqs.")
 @click.option("--dtype", type=click.Choice(DTYPES), help="Of the weights. By default the checkpoint's.")
@@ -33,6 +34,7 @@ DTYPES: Final = ("auto", "float32", "float16", "bfloat16")
 def size(
     model: str,
     gpu: str,
+    gpus: int | None,
     context: int | None,
     concurrency: int | None,
     dtype: str | None,
@@ -44,14 +46,16 @@ def size(
     MODEL is a name on the Hub, a folder or a GGUF file. Of a model of the Hub, its config and the headers of its files
     are fetched, and no weights. Bytes are those that the engine allocates. Speeds are measured: `hf-triton bench`.
     """
-    if dtype is not None and "dtype" in settings:
-        raise click.UsageError("dtype is given twice, by --dtype and by --set: leave one out")
+    for name, option, value in (("dtype", "--dtype", dtype), ("tensor_parallel_size", "--gpus", gpus)):
+        if value is not None and name in settings:
+            raise click.UsageError(f"{name} is given twice, by {option} and by --set: leave one out")
     for name in NOISY:
         logging.getLogger(name).setLevel(logging.ERROR)
     from hf_triton.folders.outlined import outlined
     from hf_triton.folders.size_report import SizeReport
 
-    with outlined(model, {**settings, **({"dtype": dtype} if dtype else {})}) as found:
+    given = {"dtype": dtype, "tensor_parallel_size": gpus and str(gpus)}
+    with outlined(model, {**settings, **{name: value for name, value in given.items() if value}}) as found:
         report = SizeReport(found, gpu, _context(found, context), concurrency)
         report.run(model)
     if as_json:

@@ -2,7 +2,7 @@
 """Measures everything on one GPU in one process, before a deadline, and prints the tables.
 
     python benchmarks/gpu/run.py --out FOLDER
-    python benchmarks/gpu/run.py --out FOLDER attention falcon     those tasks alone; `falcon` and `sweep` by name only
+    python benchmarks/gpu/run.py --out FOLDER attention falcon     those alone; `falcon`, `sweep`, `ranks` by name only
     python benchmarks/gpu/run.py --out FOLDER --small              all of it on little, on a CPU
 
 Tasks run one after the other, those that tell most first. One that is on file as done is left out, so that a second
@@ -33,6 +33,7 @@ import equality
 import figures
 import fp8
 import peers
+import ranks
 import sampling
 import served
 import tables
@@ -78,8 +79,9 @@ TASKS = (
     Task("peers", 90, peers.main, "llama-3-8b"),
     Task("sweep", 60, attention.main_sweep, is_default=False),
     Task("falcon", 150, engine.main, "falcon-7b", is_default=False),
+    Task("ranks", 120, ranks.main, "llama-3-8b", is_default=False),
 )
-LARGE_TASKS = frozenset({"qwen", "falcon", "tests"})
+LARGE_TASKS = frozenset({"qwen", "falcon", "tests", "ranks"})
 """Models that `--small` leaves out: the same code as `llama`, and what needs a device."""
 
 

@@ -111,5 +111,5 @@ def _grow_on_demand(runner: ModelRunner, max_cache_tokens: int | None, options: 
         slot_tokens=slot_tokens if max_cache_tokens is None else 0,
         give_back=runner.give_back,
         states=StatePool(max_num_seqs, min(num_states, kept_tokens // max(1, slot_tokens))),
-        trim_states=lambda: runner.cache.trim_slots(max_num_seqs),
+        trim_states=lambda: runner.trim_slots(max_num_seqs),
     )

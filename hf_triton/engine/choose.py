@@ -20,6 +20,7 @@ from hf_triton.runner.image_probe import find_images
 from hf_triton.runner.long_rope import has_long_rope
 from hf_triton.runner.positions import counts_padding, shares_positions
 from hf_triton.runner.way_probe import Finding, find_way
+from hf_triton.start_clock import start_clock
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +74,7 @@ def build_engine(model: Any, wanted: EngineName, options: EngineOptions) -> Gene
     """
     with _memory_errors_named():
         finding = _continuous_way(model, wanted, options)
+    start_clock.end("trial")
     way, images = finding.way, finding.images
     if options.image_sample is not None and images.mode != "continuous":
         logger.warning("images: %s, as %s", images.mode, images.obstacle)
@@ -133,19 +135,28 @@ def _continuous_way(model: Any, wanted: EngineName, options: EngineOptions) -> F
     finding = None
     obstacle = _obstacle(model, context_length) if wanted != "batch" else "the setting engine says batch"
     if obstacle is None:
-        finding = find_way(model, context_length, options.image_sample)
+        finding = _find_way(model, options)
         if finding.way is not None:
             return finding
         level, obstacle = logging.WARNING, f"in a continuous batch {finding.obstacle}"  # unexpected, and slower
     else:
         level = logging.INFO
-    if wanted == "continuous":
-        raise CheckpointError(
-            "unsupported_model", f"engine continuous cannot run this model ({obstacle}): set engine to auto"
-        )
+    if wanted == "continuous" or options.ranks is not None:
+        what, remedy = "engine continuous", "set engine to auto"
+        if options.ranks is not None:
+            what, remedy = "the continuous engine, which alone runs ranks,", "leave out tensor_parallel_size"
+        raise CheckpointError("unsupported_model", f"{what} cannot run this model ({obstacle}): {remedy}")
     logger.log(level, "engine batch, %s, because %s", IN_TURNS, obstacle)
     images = find_images(model, None, options.image_sample) if finding is None else finding.images
     return Finding(None, obstacle, images)
+
+
+def _find_way(model: Any, options: EngineOptions) -> Finding:
+    if options.ranks is None:
+        return find_way(model, options.context_length, options.image_sample)
+    from hf_triton.runner.ranks.leading import find_way_together
+
+    return find_way_together(options.ranks, model, options.context_length)
 
 
 def _sharing(model: Any, context_length: int) -> Sharing:

@@ -15,6 +15,7 @@ from hf_triton.runner.gpu_memory import SEQUENCE_TOKENS, WHOLE_GPU, GpuPart
 if TYPE_CHECKING:
     from hf_triton.runner.image_inputs import ImageSample
     from hf_triton.runner.lora.model_adapters import Adapters
+    from hf_triton.runner.ranks.processes import Ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,8 @@ class EngineOptions:
     """Whether a GPU's small steps are captured as graphs; `cuda_graphs` requires it."""
     adapters: Adapters | None = None
     """The model's LoRA adapters."""
+    ranks: Ranks | None = None
+    """The other processes that the model is divided among; None: it is whole."""
     image_sample: ImageSample | None = None
     """A prompt with images that the model is tried with; None: it takes text alone."""
     on_fatal: Callable[[], None] = lambda: None

@@ -36,7 +36,7 @@ from hf_triton.hub.pretrained import gguf_of, is_quantized, keeps_gguf_bits, sto
 from hf_triton.hub.scales import check_scales
 from hf_triton.hub.sizes import check_sizes
 from hf_triton.hub.spec import CheckpointSpec
-from hf_triton.server import scarce_shared_memory
+from hf_triton.model_process import scarce_shared_memory
 from hf_triton.settings import DoorSettings, ModelSettings
 from hf_triton.stream_door.door_model import other_folder
 
@@ -159,6 +159,8 @@ class FolderCheck:
             context_length(model_config, settings.max_context_length)
         with self._errors("device"):
             _check_devices(config)
+            if settings.tensor_parallel_size > 1:
+                _check_ranks(own, checkpoint, self._folder, model_config, settings, config, task)
         if scarce := scarce_shared_memory():
             self._add("shared memory", "warning", scarce)
         self._check_weights(checkpoint, model_config, settings, task, config)
@@ -396,10 +398,28 @@ def _check_devices(config: Mapping[str, Any]) -> None:
                 Placement("GPU", gpu).device_map()
 
 
+def _check_ranks(
+    own: Any, checkpoint: Path, folder: Path, model_config: Any, settings: ModelSettings, config: Any, task: Any
+) -> None:
+    """Check that the model can be divided as the setting says, on this machine."""
+    import torch
+
+    from hf_triton.hub.ranks import check_own_parts, check_placement, check_ranks
+    from hf_triton.tasks.hooks import Hooks
+
+    groups = config.get("instance_group") or [{}]
+    kind = groups[0].get("kind", "KIND_AUTO").removeprefix("KIND_")
+    check_placement(settings, kind, sum(group.get("count", 1) for group in groups))
+    task_class = task and (task.auto_class or task.declaration.name)
+    check_own_parts(settings, folder, has_own_load=own.load is not Hooks.load, task=task_class)
+    check_ranks(checkpoint, model_config, settings, is_on_cpu=not torch.cuda.is_available())
+
+
 def _engine(settings: ModelSettings, config: Any, device: Any) -> tuple[State, str]:
     if config.is_encoder_decoder or settings.engine == "batch":
         why = "the setting says so" if settings.engine == "batch" else "it is an encoder-decoder"
         return "ok", f"batch: {why}"
     if error := decoding_error(settings.decoding, device):
         return "error" if settings.engine == "continuous" else "warning", error
-    return "ok", "continuous, if its logits are those of generate when it is tried at load; else batch"
+    other = "refused, as ranks run in no other" if settings.tensor_parallel_size > 1 else "batch"
+    return "ok", f"continuous, if its logits are those of generate when it is tried at load; else {other}"

@@ -17,6 +17,8 @@ from hf_triton.settings import LoadedSettings, ModelSettings, hub_name, load_set
 
 TASKS: Final[tuple[str, ...]] = typing.get_args(TaskName)
 DECOUPLED: Final = "model_transaction_policy { decoupled: true }\n"
+IN_RANKS: Final = "instance_group [{ kind: KIND_MODEL, count: 1 }]"
+"""What a folder with `tensor_parallel_size` needs."""
 MODEL: Final = '''# SPDX-License-Identifier: Apache-2.0
 import hf_triton
 
@@ -99,6 +101,8 @@ def write_model_folder(folder: Path, settings: Mapping[str, str], *, stream: boo
     lines = [
         f"parameters {{ key: {_quoted(key)} value {{ string_value: {_quoted(settings[key])} }} }}" for key in settings
     ]
+    if int(settings.get("tensor_parallel_size", 1)) > 1:
+        lines.append(IN_RANKS)
     (folder / "1").mkdir(parents=True)
     config = 'backend: "python"\n' + (DECOUPLED if stream else "") + "\n" + "\n".join(lines) + "\n"
     (folder / "config.pbtxt").write_text(config, encoding="utf-8")

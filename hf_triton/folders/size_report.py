@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Final
 
@@ -54,6 +55,7 @@ class SizeReport:
             self._describe_others(weights, total)
             return
         settings = found.settings
+        outline = replace(outline, bytes_per_token=-(-outline.bytes_per_token // settings.tensor_parallel_size))
         fraction = settings.gpu_memory_fraction or 1.0
         self._describe_room(Room(outline, weights, self._device, total, fraction, settings.max_cache_tokens))
 
@@ -87,14 +89,26 @@ class SizeReport:
         self._add_bytes("weights_bytes", weights, "its tensors, as they are loaded")
         if found.settings.quantization_config and not is_quantized(found.config):
             self.notes.append("The weights are those before quantization_config quantises them.")
+        size = found.settings.tensor_parallel_size
+        if size > 1 and self._model is not None:
+            from hf_triton.hub.ranks import check_ranks, rank_bytes
+
+            check_ranks(found.folder, found.config, found.settings, is_on_cpu=True)
+            weights = rank_bytes(self._model, size)
+            self._add_bytes("weights_bytes_per_rank", weights, f"what transformers' plan gives each of {size} ranks")
+            self.notes.append(
+                f"Memory, cache and bytes of tokens are those of one of {size} ranks, which are one replica together."
+            )
         return weights
 
     def _memory(self) -> int:
         if self._gpu == CPU:
             import torch
 
-            total = FreeMemory().of(torch.device("cpu"))
-            self._add_bytes("memory_bytes", total, "free on this machine")
+            size = self._found.settings.tensor_parallel_size
+            total = FreeMemory().of(torch.device("cpu")) // size
+            part = "free on this machine" if size == 1 else f"a rank's part of what is free on this machine: 1/{size}"
+            self._add_bytes("memory_bytes", total, part)
         else:
             total = CARDS[self._gpu].memory_gb * 10**9
             self._add_bytes("memory_bytes", total, f"{self._gpu}: {CARDS[self._gpu].source}")
@@ -122,6 +136,8 @@ class SizeReport:
         self._add("replicas_for_concurrency", replicas, f"{replicas:,}", f"for {concurrency} of these sequences")
         running = min(running, math.ceil(concurrency / replicas))
         settings = {"max_num_seqs": running, "max_context_length": context}
+        if (size := self._found.settings.tensor_parallel_size) > 1:
+            settings["tensor_parallel_size"] = size
         if outline.has_keys:
             settings["max_cache_tokens"] = max(256, running * room.sequence_tokens(context))
         words = " ".join(f"{name}={value}" for name, value in settings.items())
@@ -131,7 +147,8 @@ class SizeReport:
         remedy = "Not one such sequence fits: use quantised weights, a smaller --dtype, a shorter --context"
         if self._gpu == CPU:
             return f"{remedy} or a machine with more memory."
-        number = math.ceil((room.weights + sequence) / (USED_FRACTION * room.total))
+        size = self._found.settings.tensor_parallel_size
+        number = math.ceil(size * (room.weights + sequence) / (USED_FRACTION * room.total))
         spread = f", or at least {number} of these for one model (instance_group of KIND_MODEL)" if number > 1 else ""
         return f"{remedy}, or a larger card{spread}."
 

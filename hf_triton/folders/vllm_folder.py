@@ -30,6 +30,7 @@ ENGINE_ARGUMENTS: Final[Mapping[str, str]] = {
     "max_context_length": "max_model_len",
     "max_num_seqs": "max_num_seqs",
     "enable_prefix_caching": "enable_prefix_caching",
+    "tensor_parallel_size": "tensor_parallel_size",
 }
 """vLLM's names of our settings."""
 NAMES: Final = ("huggingface_model", "tokenizer")

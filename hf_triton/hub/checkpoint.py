@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from hf_triton.errors import CheckpointError, LoadError, SettingsError
 from hf_triton.hub.graph_facts import check_graph, load_graph
@@ -36,6 +36,10 @@ from hf_triton.runner.device import DeviceContext
 from hf_triton.runner.dtypes import has_instructions
 from hf_triton.runner.positions import max_positions
 from hf_triton.settings import ModelSettings
+from hf_triton.start_clock import start_clock
+
+if TYPE_CHECKING:
+    from hf_triton.runner.ranks.processes import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +103,8 @@ class Checkpoint:
     """transformers' own, of a model that generates text and takes images."""
     image_obstacle: str = ""
     """Why a model that could read images has no processor."""
+    ranks: Ranks | None = None
+    """The other processes that the model is divided among; None: it is whole."""
 
     @property
     def vocabulary_size(self) -> int:
@@ -142,10 +148,11 @@ def load_checkpoint(
         LoadError: One sentence with the model, the cause and the remedy.
     """
     folders = _resolve(hub)
+    start_clock.end("files")
     times_before = [folder.stat().st_mtime_ns for folder in folders]
     try:
         import_transformers([hub.model_folder, *folders], settings)
-        return _load(*folders, settings, placement, auto_class)
+        return _load(*folders, settings, placement, auto_class, hub.model_folder)
     except LoadError as error:
         repairable = filter(hub.can_download_again, set(folders))
         damaged = [name for folder in repairable for name in purge_damaged(folder)]
@@ -153,7 +160,7 @@ def load_checkpoint(
         if not damaged and is_unchanged:  # else another instance has repaired them
             raise
         logger.warning("%s damaged in the cache (%s); downloading again", ", ".join(damaged) or "files", error.code)
-    return _load(*_resolve(hub), settings, placement, auto_class)
+    return _load(*_resolve(hub), settings, placement, auto_class, hub.model_folder)
 
 
 def _resolve(hub: Hub) -> tuple[Path, Path]:
@@ -163,6 +170,25 @@ def _resolve(hub: Hub) -> tuple[Path, Path]:
 
 
 def _load(
+    folder: Path,
+    tokenizer_folder: Path,
+    settings: ModelSettings,
+    placement: Placement,
+    auto_class: str | None,
+    model_folder: Path,
+) -> Checkpoint:
+    if settings.tensor_parallel_size > 1:
+        from hf_triton.hub.ranks import describe, start_ranks
+
+        ranks = start_ranks(folder, model_folder, settings)
+        with ranks.loading():
+            checkpoint = _load_parts(folder, tokenizer_folder, settings, placement, auto_class)
+            ranks.check_equal(describe(checkpoint.model), "as its part of the model")
+        return replace(checkpoint, ranks=ranks)
+    return _load_parts(folder, tokenizer_folder, settings, placement, auto_class)
+
+
+def _load_parts(
     folder: Path, tokenizer_folder: Path, settings: ModelSettings, placement: Placement, auto_class: str | None
 ) -> Checkpoint:
     with DeviceContext():
@@ -173,6 +199,7 @@ def _load(
         processor, obstacle = (None, "") if auto_class else load_processor(folder, config, settings)
         if tokenizer is not None and processor is not None and not tokenizer.chat_template:
             tokenizer.chat_template = getattr(processor, "chat_template", None)
+        start_clock.end("tokenizer")
         device_map = placement.device_map()
         if placement.kind == "GPU":
             import torch
@@ -183,6 +210,7 @@ def _load(
     if settings.runtime != "torch":  # out of the context, where torch has the threads that this model has alone
         model = _load_graph(folder, config, settings, placement, auto_class)
     model.eval()
+    start_clock.end("weights")
     length = context_length(config, settings.max_context_length)
     if tokenizer is None:
         length = 0

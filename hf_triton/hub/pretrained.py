@@ -259,6 +259,11 @@ def _load_model(
             keeps_bits = keeps_gguf_bits(settings, is_on_cpu=device_map == {"": "cpu"})
             own = stack.enter_context(reading(header, keeps_bits=keeps_bits))
             arguments |= {"gguf_file": gguf, "quantization_config": own}
+        if settings.tensor_parallel_size > 1:
+            from transformers.distributed.configuration_utils import DistributedConfig
+
+            divided = DistributedConfig(tp_size=settings.tensor_parallel_size)
+            arguments |= {"device_map": None, "distributed_config": divided}
         if settings.quantization_config:
             arguments["quantization_config"] = _quantization(settings, is_undone=why is not None)
         model, info = _with_attention(
@@ -266,7 +271,7 @@ def _load_model(
         )
         _decompress(model)
     if why is not None:
-        logger.info("the weights take %.2f GB", model.get_memory_footprint(return_buffers=False) / 1e9)
+        logger.info("the weights take %.3g GB", model.get_memory_footprint(return_buffers=False) / 1e9)
     check_weights(settings, info, model, is_headless=auto_class_name == "AutoModel")
     check_finite(settings, model)
     return model

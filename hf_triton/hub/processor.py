@@ -32,6 +32,8 @@ def reads_images(config: Any) -> bool:
 
 def image_obstacle(folder: Path, settings: ModelSettings) -> str:
     """Why a model that could read images is served for its text alone, as far as files and settings tell; or empty."""
+    if settings.tensor_parallel_size > 1:
+        return "a model in ranks (tensor_parallel_size) reads text alone"
     if settings.max_images == 0:
         return "the setting max_images is 0"
     if settings.tokenizer is not None:

@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Any, Final
 
 from hf_triton.errors import CheckpointError
+from hf_triton.runner.gpu_memory import own_part
 from hf_triton.settings import ModelSettings
 
 logger = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ def check_finite(settings: ModelSettings, model: Any) -> None:
     import torch
 
     for name, tensor in chain(model.named_parameters(), _scales_of_codes(model)):
-        plain = tensor.detach()
+        plain = own_part(tensor.detach())
         is_read = type(plain) is torch.Tensor and plain.is_floating_point() and plain.itemsize > 1  # not what is packed
         if not is_read or plain.is_meta or not plain.numel():
             continue

@@ -21,6 +21,10 @@ MEMORY_MESSAGES: Final = (
 """Messages of errors other than OutOfMemoryError have one: the CPU's (Linux, Windows), CUDA's outside the allocator."""
 
 
+class RankError(RuntimeError):
+    """Another rank of the model has ended, or a step has failed in which others were: none of them can continue."""
+
+
 def is_memory(error: Exception) -> bool:
     """Whether the device ran out of memory."""
     import torch
@@ -30,7 +34,9 @@ def is_memory(error: Exception) -> bool:
 
 
 def is_fatal(error: Exception) -> bool:
-    """Whether the device is lost: a CUDA error other than out of memory leaves its context unusable."""
+    """Whether the device is lost: a CUDA error other than out of memory leaves its context unusable. Or other ranks."""
+    if isinstance(error, RankError):
+        return True
     is_device_error = _is_accelerator_error(error) or (_is_torch_error(error) and "CUDA error" in str(error))
     return is_device_error and not is_memory(error)
 

@@ -35,7 +35,7 @@ def in_float32(model: nn.Module) -> Iterator[None]:
     dequantised, or keep their type if they cannot be, and are then given inputs of it. For one thread, while no
     other one runs the model.
     """
-    layers = list(_layers(model))
+    layers = list(layers_of(model))
     inside = {id(module) for layer in layers for module in layer.modules()}
     units = [_Unit(layer, list(layer.modules())) for layer in layers]
     units += [_Unit(module, [module]) for module in model.modules() if id(module) not in inside]
@@ -43,7 +43,7 @@ def in_float32(model: nn.Module) -> Iterator[None]:
     handles += [handle for module in model.modules() for handle in _hook_opaque(module)]
     computing: list[tuple[Any, torch.dtype]]
     computing = [(vars(module), vars(module)["compute_dtype"]) for module in model.modules() if _computes_half(module)]
-    eights = [(module, _forward_name(module)) for module in model.modules() if _is_fp8(module) or _is_small(module)]
+    eights = [(module, _forward_name(module)) for module in model.modules() if _is_fp8(module) or is_small(module)]
     forwards = [vars(module).get(name) for module, name in eights]
     entered = _is_entered.set(True)
     try:
@@ -74,14 +74,14 @@ def is_in_float32() -> bool:
 
 def largest_layer_bytes(model: nn.Module) -> int:
     """What `in_float32` takes at a time, in bytes."""
-    layers = list(_layers(model))
+    layers = list(layers_of(model))
     inside = {id(module) for layer in layers for module in layer.modules()}
     units = [list(layer.modules()) for layer in layers]
     units += [[module] for module in model.modules() if id(module) not in inside and type(module) is not nn.Embedding]
     return max((4 * sum(own.numel() for _, _, own in _half_tensors(modules)) for modules in units), default=0)
 
 
-def _layers(model: nn.Module) -> Iterator[nn.Module]:
+def layers_of(model: nn.Module) -> Iterator[nn.Module]:
     """The members of lists of modules that are in no other member."""
     members = [each for module in model.modules() if isinstance(module, nn.ModuleList) for each in module]
     inner = {id(module) for each in members for module in each.modules() if module is not each}
@@ -183,6 +183,11 @@ def _hook_opaque(module: nn.Module) -> Iterator[Any]:
     yield module.register_forward_hook(_cast_output)
 
 
+def is_small(module: nn.Module) -> bool:
+    """Whether it is a linear layer of few bits, which gives its weights."""
+    return hasattr(module, "widened") and hasattr(module, "in_features")
+
+
 def _is_fp8(module: nn.Module) -> bool:
     """Whether it is a linear layer that rounds its input to 8 bits, which magnifies differences.
 
@@ -193,11 +198,6 @@ def _is_fp8(module: nn.Module) -> bool:
     return is_linear and weight is not None and weight.dtype == torch.float8_e4m3fn
 
 
-def _is_small(module: nn.Module) -> bool:
-    """Whether it is a linear layer of few bits, which gives its weights."""
-    return hasattr(module, "widened") and hasattr(module, "in_features")
-
-
 def _forward_name(module: nn.Module) -> str:
     """The attribute of a module's forward, inside accelerate's hooks (a model on several devices)."""
     return "_old_forward" if hasattr(module, "_hf_hook") else "forward"
@@ -206,7 +206,7 @@ def _forward_name(module: nn.Module) -> str:
 def _dequantised(module: Any, states: torch.Tensor) -> torch.Tensor:
     """A layer's product with its weights in float32."""
     bias = None if module.bias is None else module.bias.float()
-    if _is_small(module):
+    if is_small(module):
         return nn.functional.linear(states.float(), module.widened(), bias)
     blocks = module._parameters.get("weight_scale_inv")
     if blocks is None:

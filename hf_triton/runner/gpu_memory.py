@@ -149,8 +149,13 @@ def weight_bytes(model: Any) -> Counter[torch.device]:
     """Bytes of a model's parameters and buffers by device."""
     weights: Counter[torch.device] = Counter()
     for tensor in (*model.parameters(), *model.buffers()):
-        weights[tensor.device] += tensor.nbytes
+        weights[tensor.device] += own_part(tensor).nbytes
     return weights
+
+
+def own_part(tensor: Any) -> Any:
+    """This process's part of a tensor that is divided among several; any other as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def read_memory(device: torch.device) -> tuple[int, int]:

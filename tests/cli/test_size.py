@@ -175,6 +175,17 @@ def test_a_model_that_is_too_large_needs_several_cards(tmp_path: Path) -> None:
     assert "at least 2 of these for one model" in found["notes"][0]
 
 
+def test_ranks_have_their_parts(checkpoint: Path) -> None:
+    whole, parts = sizes(checkpoint, "--gpu=l4"), sizes(checkpoint, "--gpu=l4", "--gpus=2")
+    assert parts["weights_bytes"] == whole["weights_bytes"]
+    assert 0.5 <= parts["weights_bytes_per_rank"] / whole["weights_bytes"] < 0.6
+    assert parts["kv_cache_bytes_per_token"] * 2 == whole["kv_cache_bytes_per_token"]
+    assert sizes(checkpoint, "--gpu=l4", "--set", "tensor_parallel_size=2") == parts
+    assert parts["settings"]["tensor_parallel_size"] == 2
+    assert sizes(checkpoint, "--gpus=2")["memory_bytes"] < 0.7 * sizes(checkpoint)["memory_bytes"]  # which they share
+    assert "cannot be divided by 3" in run(checkpoint, "--gpu=l4", "--gpus=3").stderr
+
+
 def test_a_model_folder_has_its_settings(checkpoint: Path, tmp_path: Path, make_folder: Callable[..., Path]) -> None:
     folder = make_folder(
         tmp_path, "mine", huggingface_model=checkpoint, max_num_seqs=7, max_context_length=64, max_cache_tokens=256
