@@ -18,6 +18,8 @@ TESTS ?= tests
 
 # Modules run in parallel (tests/conftest.py says which of them on one worker), then the tests that measure time alone.
 # One worker more than CI's cores, as many tests wait for servers. With less than 24 GB of memory, WORKERS=2.
+# Each worker, command and model's process would compile all modules that it imports if none may be kept.
+unexport PYTHONDONTWRITEBYTECODE
 # Exit status 5: TESTS has no such test. RECORD is a folder for the results of each part as JUnit's XML.
 WORKERS ?= 3
 RECORD ?=
@@ -64,20 +66,25 @@ help: ## List the targets
 
 setup: $(SETUP) ## Make .venv with everything in it
 
-# What serving needs.
-$(SERVER): pyproject.toml constraints.txt
-	@test ! -L .venv || { echo ".venv is a link: run make setup in the checkout that it belongs to" >&2; exit 1; }
+# An empty environment, in which others are made too.
+IS_OWN := test ! -L .venv || { echo ".venv is a link: run make setup in the checkout that it belongs to" >&2; exit 1; }
+$(BIN)/pip:
+	@$(IS_OWN)
 	@$(or $(PYTHON),false) -c '$(IS_FIT)' 2>/dev/null || \
 	  { echo "Python 3.11 or 3.12 is needed: install one, or say which: make PYTHON=/path/to/python3.12" >&2; exit 1; }
+	@$(PYTHON) -m venv --clear $(VENV)
+
+# What serving needs.
+$(SERVER): pyproject.toml constraints.txt | $(BIN)/pip
+	@$(IS_OWN)
 	@echo "Setting up $(VENV) with PyTorch and the server, which takes minutes ($(TORCH))."
-	@test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
 	$(INSTALL) '.[server]'
 	@touch $@
 
 # What the tests need too.
 $(SETUP): $(SERVER)
 	$(INSTALL) '.[dev]'
-	@$(BIN)/python -W ignore -m compileall -q -j 0 $(VENV)/lib > /dev/null || true  # here tests take warnings as errors
+	@$(BIN)/python -W ignore -m compileall -q -j 0 -x '/tests/' $(VENV)/lib > /dev/null || true  # here tests take warnings as errors
 	@touch $@
 
 # A set-up takes minutes: ports in use are told before it.
@@ -105,12 +112,12 @@ OF_PYTHON312 = VENV=.venv/python312 PYTHON=$(PYTHON312)
 test-python312: setup-python312 ## Test what another Python can break on Python 3.12, if there is one (6 GB)
 	$(if $(PYTHON312),$(MAKE) $(OF_PYTHON312) TESTS="$(ON_PYTHON312)" on-python312)
 
-setup-python312: $(SETUP)
+setup-python312: | $(BIN)/pip
 	$(if $(PYTHON312),$(MAKE) $(OF_PYTHON312) setup,\
 	  @echo "test-python312 is skipped: there is no Python 3.12 that runs; make test-python312 PYTHON312=/path/to/python3.12")
 
 on-python312: $(SETUP)
-	$(call pytest,not container and not full)
+	$(call pytest,not container and (not full or python312))
 
 # perf_analyzer comes in an older client wheel, and finds two libraries in the server's wheel.
 $(PERF_ANALYZER): $(SETUP)

@@ -2,6 +2,7 @@
 """Fixtures of all tests: no Hub settings of the developer, a temporary cache, model folders."""
 
 import functools
+import gc
 import os
 import re
 import shutil
@@ -68,11 +69,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=turn)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Leave what the test modules import, some million objects, out of the garbage collections of imports and tests."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Import no module that the marks asked for (`-m`) leave without a test: all imports together take ten seconds."""
+    marks = config.getoption("markexpr")
+    if collection_path.is_dir() and collection_path.parent.name == "tests" and marks.startswith("serial"):
+        modules = collection_path.glob("test_*.py")
+        return None if any("mark.serial" in module.read_text(encoding="utf-8") for module in modules) else True
     if collection_path.suffix != ".py" or collection_path.name == "conftest.py":
         return None
-    text, marks = collection_path.read_text(encoding="utf-8"), config.getoption("markexpr")
+    text = collection_path.read_text(encoding="utf-8")
     is_full = re.search(r"^pytestmark = (?:\[\s*)?pytest\.mark\.full\b", text, flags=re.MULTILINE)
     is_without = ("not full" in marks and is_full) or (marks.startswith("serial") and "mark.serial" not in text)
     return True if is_without else None

@@ -53,8 +53,8 @@ def test_each_request_has_its_answer_or_its_error(gateway: GatewayThread, client
     ]
     requests = tmp_path / "in.jsonl"
     requests.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
-    done = hf_triton("run-batch", str(requests), "-o", str(tmp_path / "out.jsonl"), "--url", f"{gateway.url}/v1")
-    assert (done.returncode, done.stdout) == (1, "")
+    done = in_process("run-batch", requests, "-o", tmp_path / "out.jsonl", "--url", f"{gateway.url}/v1")
+    assert (done.exit_code, done.stdout) == (1, "")
     assert done.stderr.splitlines()[-1] == "3 of 5 requests failed: their results say why."
     first, second, *failed = results_of(tmp_path / "out.jsonl")
     expected = client.chat.completions.create(**chat).choices[0].message.content
@@ -65,8 +65,8 @@ def test_each_request_has_its_answer_or_its_error(gateway: GatewayThread, client
     statuses = [(each["custom_id"], each["response"]["status_code"]) for each in failed]
     assert statuses == [("3", 400), ("4", 404), ("5", 400)]
     assert "max_tokens" in failed[0]["response"]["body"]["error"]["message"]
-    again = hf_triton("run-batch", str(requests), "-o", str(tmp_path / "out.jsonl"))  # asks nobody
-    assert again.returncode == 1
+    again = in_process("run-batch", requests, "-o", tmp_path / "out.jsonl")  # asks nobody
+    assert again.exit_code == 1
     assert again.stderr.splitlines()[0] == "5 of 5 have their results already."
 
 
@@ -149,8 +149,8 @@ def test_results_of_another_batch_are_kept(tmp_path: Path) -> None:
         b'{"notes": "without an end of line"}',
     ):
         (tmp_path / "out.jsonl").write_bytes(content)
-        done = hf_triton("run-batch", str(requests), "-o", str(tmp_path / "out.jsonl"))
-        assert done.returncode == 2
+        done = in_process("run-batch", requests, "-o", tmp_path / "out.jsonl")
+        assert done.exit_code == 2
         assert "line 1 of " in done.stderr
         assert (tmp_path / "out.jsonl").read_bytes() == content
 
@@ -158,20 +158,20 @@ def test_results_of_another_batch_are_kept(tmp_path: Path) -> None:
 def test_a_changed_request_and_a_second_run_are_refused(gateway: GatewayThread, tmp_path: Path) -> None:
     requests, out = write(tmp_path / "in.jsonl", [line("a"), line("b")]), tmp_path / "out.jsonl"
     arguments = ["run-batch", str(requests), "-o", str(out), "--url", gateway.url]
-    assert hf_triton(*arguments).returncode == 0
+    assert in_process(*arguments).exit_code == 0
     with out.open("r+b") as file:
         first = file.readline()
         file.truncate(len(first) + 60)
         fcntl.flock(file, fcntl.LOCK_EX)
-        assert "another run writes " in hf_triton(*arguments).stderr
+        assert "another run writes " in in_process(*arguments).stderr
     before = out.read_bytes()
     write(requests, [line("a", max_tokens=2), line("b")])
-    assert "line 1 of " in hf_triton(*arguments).stderr
+    assert "line 1 of " in in_process(*arguments).stderr
     write(requests, [line("a"), line("b", max_tokens=2)])  # half a result of it is there
-    assert "line 2 of " in hf_triton(*arguments).stderr
+    assert "line 2 of " in in_process(*arguments).stderr
     assert out.read_bytes() == before
     write(requests, [line("a"), line("b")])
-    assert hf_triton(*arguments).returncode == 0
+    assert in_process(*arguments).exit_code == 0
     assert out.read_bytes().startswith(first)
     assert [each["custom_id"] for each in results_of(out)] == ["a", "b"]
 
@@ -202,25 +202,29 @@ def test_a_gateway_without_its_server_ends_the_run(tmp_path: Path, monkeypatch: 
 def test_without_a_gateway_nothing_is_written(tmp_path: Path) -> None:
     requests = write(tmp_path / "in.jsonl", [line("a")])
     url = f"http://127.0.0.1:{free_ports(1)[0]}"
-    done = hf_triton("run-batch", str(requests), "-o", str(tmp_path / "out.jsonl"), "--url", url)
-    assert done.returncode == 4
+    done = in_process("run-batch", requests, "-o", tmp_path / "out.jsonl", "--url", url)
+    assert done.exit_code == 4
     assert done.stderr.startswith(f"error: server_unreachable: no gateway answers at {url}: start one")
     assert (tmp_path / "out.jsonl").read_bytes() == b""
 
 
-def test_the_key_is_sent_and_a_wrong_one_ends_the_run(triton: TritonServer, tmp_path: Path) -> None:
+def test_the_key_is_sent_and_a_wrong_one_ends_the_run(
+    triton: TritonServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "keys").write_text("right\n")
     requests = write(tmp_path / "in.jsonl", [line("a")])
     arguments = ["run-batch", str(requests), "-o", str(tmp_path / "out.jsonl")]
     config = GatewayConfig(triton=triton.grpc_url, port=0, api_key_file=tmp_path / "keys")
     with GatewayThread(config) as guarded:
         arguments += ["--url", guarded.url]
-        refused = hf_triton(*arguments, OPENAI_API_KEY="wrong")
-        assert refused.returncode == 3
+        monkeypatch.setenv("OPENAI_API_KEY", "wrong")
+        refused = in_process(*arguments)
+        assert refused.exit_code == 3
         assert refused.stderr == (
             f"error: restricted: the gateway at {guarded.url} refuses the key: set OPENAI_API_KEY\n"
         )
-        assert hf_triton(*arguments, OPENAI_API_KEY="right").returncode == 0
+        monkeypatch.setenv("OPENAI_API_KEY", "right")
+        assert in_process(*arguments).exit_code == 0
     assert len(results_of(tmp_path / "out.jsonl")) == 1
 
 
@@ -228,7 +232,7 @@ def test_what_is_busy_is_asked_again(triton: TritonServer, tmp_path: Path) -> No
     requests = write(tmp_path / "in.jsonl", [line(str(number), max_tokens=20) for number in range(12)])
     with GatewayThread(GatewayConfig(triton=triton.grpc_url, port=0, max_concurrent_requests=2)) as small:
         arguments = ["run-batch", str(requests), "-o", str(tmp_path / "out.jsonl"), "--url", small.url]
-        assert hf_triton(*arguments, "--concurrency", "6").returncode == 0
+        assert in_process(*arguments, "--concurrency", "6").exit_code == 0
     assert {each["response"]["status_code"] for each in results_of(tmp_path / "out.jsonl")} == {200}
 
 
@@ -261,8 +265,9 @@ def test_wrong_options_are_refused(
     assert sentence in capsys.readouterr().err
 
 
-def test_a_key_that_is_no_header_is_refused(tmp_path: Path) -> None:
+def test_a_key_that_is_no_header_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = write(tmp_path / "in.jsonl", [line("a")])
-    done = hf_triton("run-batch", str(requests), "-o", os.devnull, OPENAI_API_KEY="schlüssel")
-    assert done.returncode == 2
+    monkeypatch.setenv("OPENAI_API_KEY", "schlüssel")
+    done = in_process("run-batch", requests, "-o", os.devnull)
+    assert done.exit_code == 2
     assert done.stderr == "error: wrong_usage: OPENAI_API_KEY must be letters, digits and signs of ASCII\n"

@@ -24,7 +24,7 @@ def reference(standard: StandardServer) -> Reference:
 
 @pytest.fixture(scope="module")
 def server(standard: StandardServer) -> TritonServer:
-    return standard.serve("plain", "flat_typed", "no_template", "own_template")
+    return standard.serve("plain")
 
 
 def ask(server: TritonServer, name: str = "plain", **fields: object) -> Reply:
@@ -47,11 +47,15 @@ def test_chat_is_answered_without_its_prompt(server: TritonServer, reference: Re
     assert reply.json()["text_output"] == answer(reference, CHAT)
 
 
-def test_folder_may_have_its_own_template(server: TritonServer, reference: Reference) -> None:
+@pytest.mark.full
+def test_folder_may_have_its_own_template(standard: StandardServer, reference: Reference) -> None:
+    server = standard.serve("own_template")
     assert ask(server, "own_template", messages=json.dumps(CHAT)).json()["text_output"] == answer(reference, CHAT)
 
 
-def test_messages_may_come_one_by_one(server: TritonServer, reference: Reference) -> None:
+@pytest.mark.full
+def test_messages_may_come_one_by_one(standard: StandardServer, reference: Reference) -> None:
+    server = standard.serve("flat_typed")
     wanted = answer(reference, CHAT)
     assert ask(server, "flat_typed", messages=[json.dumps(turn) for turn in CHAT]).json()["text_output"] == wanted
     client = grpcclient.InferenceServerClient(server.grpc_url)
@@ -69,7 +73,8 @@ def test_last_message_can_be_continued(server: TritonServer, reference: Referenc
     assert reply.json()["text_output"] == wanted
 
 
-def test_a_model_without_a_template_says_so(server: TritonServer) -> None:
-    reply = ask(server, "no_template", messages=json.dumps(CHAT))
+@pytest.mark.full
+def test_a_model_without_a_template_says_so(standard: StandardServer) -> None:
+    reply = ask(standard.serve("no_template"), "no_template", messages=json.dumps(CHAT))
     assert reply.status == 400
     assert "chat_template" in reply.error

@@ -24,7 +24,7 @@ def reference(standard: StandardServer) -> Reference:
 
 @pytest.fixture(scope="module")
 def server(standard: StandardServer) -> TritonServer:
-    return standard.serve("plain", "stream", "typed", "plain_stream")
+    return standard.serve("plain")
 
 
 def check(told: str, prompt_ids: list[int], reference: Reference, count: int) -> None:
@@ -76,10 +76,12 @@ def test_prompt_logprobs_of_a_chat_are_of_the_templated_prompt(server: TritonSer
     check(reply.json()["prompt_logprobs"], ids, reference, 2)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["stream", "plain_stream"])
 def test_stream_has_prompt_logprobs_in_its_first_and_last_response(
-    server: TritonServer, reference: Reference, name: str
+    standard: StandardServer, reference: Reference, name: str
 ) -> None:
+    server = standard.serve("plain", name)
     found = generate_stream(server, name, PROMPTS[2], stream=True, prompt_logprobs=2).data
     assert len(found) > 1
     assert [number for number, data in enumerate(found) if "prompt_logprobs" in data] == [0, len(found) - 1]
@@ -87,12 +89,13 @@ def test_stream_has_prompt_logprobs_in_its_first_and_last_response(
         check(data["prompt_logprobs"], ids_of(reference, PROMPTS[2]), reference, 2)
 
 
-def test_tensor_gives_each_prompt_its_own_count(server: TritonServer, reference: Reference) -> None:
+@pytest.mark.full
+def test_tensor_gives_each_prompt_its_own_count(standard: StandardServer, reference: Reference) -> None:
     inputs = [
         {"name": "text_input", "datatype": "BYTES", "shape": [2, 1], "data": PROMPTS[:1] * 2},
         {"name": "prompt_logprobs", "datatype": "INT64", "shape": [2, 1], "data": [0, 4]},
     ]
-    told = outputs_of(post(server, "/v2/models/typed/infer", {"inputs": inputs}))["prompt_logprobs"]
+    told = outputs_of(post(standard.serve("typed"), "/v2/models/typed/infer", {"inputs": inputs}))["prompt_logprobs"]
     for each, count in zip(told, (0, 4), strict=True):
         check(each, ids_of(reference, PROMPTS[0]), reference, count)
 

@@ -20,6 +20,7 @@ from tests.support.speech import encode, save_whisper, sound
 from tests.support.standard import StandardServer
 from tests.support.tasks import save_task_checkpoint
 
+pytestmark = [pytest.mark.python312, pytest.mark.full]
 TIMEOUT_S = 60.0
 TEXT = {"text_input": b"The canary sings"}
 INPUTS: dict[str, dict[str, bytes]] = {

@@ -24,7 +24,7 @@ NUM_TOKENS = 60
 
 @pytest.fixture(scope="module")
 def server(standard: StandardServer) -> TritonServer:
-    return standard.serve("plain", "typed", "slow")
+    return standard.serve("plain", "slow")
 
 
 @pytest.fixture
@@ -62,7 +62,9 @@ def test_infer_takes_stop_strings(server: TritonServer) -> None:
     assert write(server, PROMPT, stop_strings=json.dumps(stops)) == [before(whole, *stops)]
 
 
-def test_every_row_has_its_own_stop_string(server: TritonServer, client: Any) -> None:
+@pytest.mark.full
+def test_every_row_has_its_own_stop_string(server: TritonServer, standard: StandardServer, client: Any) -> None:
+    standard.serve("typed")
     wholes = write(server, PROMPT, OTHER_PROMPT, PROMPT)
     stops = [wholes[0][20:24], wholes[1][5:8], "never written"]
     rows = {"text_input": (PROMPT, OTHER_PROMPT, PROMPT), "stop_strings": stops}

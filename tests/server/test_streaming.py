@@ -37,8 +37,8 @@ class TritonPythonModel(hf_triton.TritonPythonModel):
             raise RuntimeError("in the middle")
         return False
 """
-FOLDERS = ("deltas", "two_rows", "bytes")
-ON_DEMAND = ("always", "failing")
+FOLDERS = ("deltas", "two_rows")
+ON_DEMAND = ("always", "failing", "bytes")
 ROUND = "🙂你é x"
 """What `bytes` writes behind `x`, round and round, a token for each byte."""
 PROMPT, OTHER_PROMPT = "The canary sings", "Where does the river go"
@@ -68,7 +68,7 @@ def server(
             (folder / "1" / "model.py").write_text(SLOW_MODEL)
         if name == "failing":
             (folder / "1" / "model.py").write_text(FAILING_MODEL)
-    standard.serve("plain", "typed_stream")
+    standard.serve("plain")
     with standard.beside(root, ON_DEMAND) as running:
         for name in FOLDERS:
             assert running.is_model_ready(name), running.log_tail()
@@ -187,10 +187,17 @@ def test_deltas_arrive_during_generation_over_grpc(server: TritonServer) -> None
 def test_deltas_join_to_the_whole_output(server: TritonServer, prompt: str, parameters: dict[str, Any]) -> None:
     whole = write(server, "deltas", prompt, **parameters)
     assert streamed(server, "deltas", prompt, **parameters) == whole
-    assert streamed(server, "typed_stream", prompt, **({"max_new_tokens": NUM_TOKENS} | parameters)) == whole
     with GrpcStream(server) as stream:
         stream.ask("deltas", prompt, **parameters)
         assert joined(stream.take_all()) == [whole]
+
+
+@pytest.mark.full
+def test_deltas_of_a_folder_of_tensors_join_to_the_whole_output(server: TritonServer, standard: StandardServer) -> None:
+    standard.serve("typed_stream")
+    for asked in ({}, {"temperature": 1.0, "seed": 3}, {"max_new_tokens": 1}):
+        whole = write(server, "deltas", "🙂 你好", **asked)
+        assert streamed(server, "typed_stream", "🙂 你好", **({"max_new_tokens": NUM_TOKENS} | asked)) == whole
 
 
 def test_prompt_comes_first_if_it_is_included(server: TritonServer) -> None:
@@ -340,7 +347,7 @@ def test_refusal_comes_before_the_first_delta(server: TritonServer, case: str) -
 
 @pytest.mark.full
 def test_a_failure_in_the_middle_is_the_last_event(server: TritonServer, standard: StandardServer) -> None:
-    standard.serve("failing")
+    standard.serve("failing", "bytes")
     with ThreadPoolExecutor(2) as pool:
         beside = pool.submit(streamed, server, "bytes", "x")
         found = generate_stream(server, "failing", "x", stream=True)
@@ -355,7 +362,7 @@ def test_a_failure_in_the_middle_is_the_last_event(server: TritonServer, standar
 
 @pytest.mark.full
 def test_failing_request_does_not_end_its_grpc_stream(server: TritonServer, standard: StandardServer) -> None:
-    standard.serve("failing")
+    standard.serve("failing", "bytes")
     with GrpcStream(server, wants_empty_final=True) as stream:
         stream.ask("failing", "x", request_id="bad")
         texts = []

@@ -19,8 +19,8 @@ import pytest
 from hf_triton.server import free_ports
 from hf_triton_gateway.http.bodies import MAX_CONTAINERS, MAX_JSON_BYTES, MAX_VALUES
 from hf_triton_gateway.http.limits import MAX_BYTES_IN_FLIGHT
-from tests.support.gateway import wait_until
 from tests.support.serving import COMMAND
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.serial
 MAX_WAIT_S = 2.0
@@ -200,4 +200,4 @@ def test_half_sent_bodies_hold_no_more_than_the_limit(gateway: Gateway) -> None:
             assert b"the requests in flight hold 256 MB" in answer
         assert gateway.memory_bytes() - before < MAX_BYTES_IN_FLIGHT + MAX_GROWTH
     body = filled("/v1/completions", "prompt", "1", MAX_VALUES - 100)
-    wait_until(lambda: check(gateway, "/v1/completions", body).status_code == 503)  # they are gone
+    wait_until(lambda: check(gateway, "/v1/completions", body).status_code == 503, 60)  # they are gone
