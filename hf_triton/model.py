@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from hf_triton.extras import check_extras
 from hf_triton.settings import ModelSettings
+from hf_triton.start_clock import start_clock
 from hf_triton.tasks.hooks import Hooks
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ class TritonPythonModel(Hooks):
         from hf_triton.triton_backend.config_pbtxt import load_failures, read_settings, response_config
         from hf_triton.triton_backend.process import Sentinel, loading_process
 
+        start_clock.end("interpreter")
         with loading_process(args["model_name"]), load_failures():
             config = json.loads(args["model_config"])
             self.settings = read_settings(config, self.settings_class)
@@ -137,7 +139,7 @@ def start_dispatcher(
     Raises:
         LoadError: The folder cannot be served.
     """
-    from hf_triton.stream_door.client import cancel_elsewhere
+    from hf_triton.stream_door.client import cancel_elsewhere, sleep_elsewhere
     from hf_triton.stream_door.door_server import DoorServer
     from hf_triton.tasks.checked_hooks import check_hooks
     from hf_triton.tasks.serving.meter import Meter, build_meter
@@ -165,17 +167,27 @@ def start_dispatcher(
         poller=poller,
         meter=meter,
         cancel_elsewhere=partial(cancel_elsewhere, name),
+        sleep_elsewhere=partial(sleep_elsewhere, name),
         closing=closing,
         headers=find_forwarded_headers(settings.forwarded_headers),
         tracer=tracer,
     )
-    door = DoorServer(name, int(version), take=dispatcher.take, begin_request=meter.begin_request, poller=poller)
+    door = DoorServer(
+        name,
+        int(version),
+        take=dispatcher.take,
+        begin_request=meter.begin_request,
+        poller=poller,
+        set_sleeping=service.set_sleeping,
+    )
     door.open()
     if tracer is not None:
         closing.callback(tracer.close)
     for close in (meter.close, door.close, config.sender.close, service.close, door.drain):  # the last is called first
         closing.callback(close)
     freeze_objects()
+    start_clock.end("service")
+    logger.info("started %s", start_clock.describe())
     if service.info is not None:
         logger.info("loaded: %s", service.info.describe(service.load().max_used_tokens))
     return dispatcher
@@ -242,4 +254,11 @@ def load(
     from hf_triton.tasks.checked_hooks import checked_load
 
     placement = Placement(args["model_instance_kind"], int(args["model_instance_device_id"]))
+    if settings.tensor_parallel_size > 1:
+        from hf_triton.hub.ranks import check_own_parts, check_placement
+        from hf_triton.triton_backend.config_pbtxt import count_instances
+
+        has_own_load = type(hooks).load is not Hooks.load
+        check_own_parts(settings, hub.model_folder, has_own_load=has_own_load, task=auto_class)
+        check_placement(settings, placement.kind, count_instances(json.loads(args["model_config"])))
     return checked_load(hooks, load_checkpoint(hub, settings, placement, auto_class))

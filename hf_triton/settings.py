@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 
 from hf_triton.errors import RequestError, SettingsError, clip
 from hf_triton.protocol.dialects import ALIASES
+from hf_triton.protocol.durations import Duration
 from hf_triton.protocol.names import SERVER_VARIABLE, TaskName
 from hf_triton.protocol.parameters import GenerationParameters, parse_parameters
 from hf_triton.protocol.validation import parse_boolean, problems, suggest
@@ -140,7 +141,6 @@ class ModelSettings(BaseModel):
         defer_build=True,
         frozen=True,
         extra="forbid",
-        use_attribute_docstrings=True,
         allow_inf_nan=False,
         str_strip_whitespace=True,
     )
@@ -247,6 +247,11 @@ class ModelSettings(BaseModel):
     step. `batch` runs transformers' `generate` on one padded batch after the other, for models that need it, such as
     encoder-decoders. `auto` compares both at load and takes `continuous` if the logits agree."""
 
+    tensor_parallel_size: Annotated[int, annotated_types.Ge(1), annotated_types.Le(64)] = 1
+    """Number of processes, ranks, that a model which generates text is divided among. Each has a part of every layer,
+    and a GPU of its own of those that the server sees. Needs `instance_group [{ kind: KIND_MODEL, count: 1 }]`.
+    Experimental: run over gloo on CPUs; never on two GPUs. The document on operations says what cannot be divided."""
+
     max_prompts: Count = 1024
     """Maximum number of prompts in one request."""
 
@@ -350,6 +355,14 @@ class ModelSettings(BaseModel):
     """Default of the request parameter `stream`, in a folder with `model_transaction_policy { decoupled: true }`. If
     true, `/generate` needs `stream` false in the request, because it takes one response only."""
 
+    keep_alive: Duration | None = None
+    """How long a gateway with `--on-demand` keeps the model when it is idle; by default for its own `--keep-alive`. The
+    gateway reads it in config.pbtxt, not in the environment."""
+
+    pinned: bool = False
+    """Whether a gateway with `--on-demand` keeps the model once it is loaded, however long it is idle and whatever else
+    is asked for: it neither unloads it nor puts it to sleep. Read in config.pbtxt, as `keep_alive`."""
+
     metrics: bool = True
     """Whether to export metrics on the server's metrics endpoint."""
 
@@ -371,6 +384,29 @@ class ModelSettings(BaseModel):
     def has_weights(self) -> bool:
         """Whether the folder computes with its model."""
         return self.task != "tokenization"
+
+    @model_validator(mode="after")
+    def _check_ranks(self) -> Self:
+        """Refuse beside ranks what changes weights behind the plan that divides them, or runs no steps."""
+        if self.tensor_parallel_size > 1:
+            others = {
+                "adapters": not self.adapters,
+                "quantization_config": not self.quantization_config,
+                "weights": self.weights == "auto",
+                "gguf_file": self.gguf_file is None,
+                "load_format": self.load_format == "auto",
+                "runtime": self.runtime == "torch",
+                "engine": self.engine != "batch",
+                "pack_weights": self.pack_weights is not True,
+                "task": self.task in (None, "text-generation"),
+            }
+            if clashing := [name for name, is_free in others.items() if not is_free]:
+                raise ValueError(
+                    f"tensor_parallel_size {self.tensor_parallel_size} divides a model of full precision that "
+                    f"generates text in the continuous engine: leave out {clashing[0]}, or tensor_parallel_size, "
+                    "without which KIND_MODEL spreads the layers over all GPUs"
+                )
+        return self
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:

@@ -38,6 +38,8 @@ SECTIONS: Final[Mapping[str, Mapping[str, str]]] = {
         "status": "Show what the server and its models do now.",
         "load": "Load a model folder, or load it again.",
         "unload": "Unload a model folder.",
+        "sleep": "Have a model give its memory back.",
+        "wake": "Wake a model that sleeps.",
         "generate": "Print a completion of a prompt.",
         "chat": "Talk to a model.",
         "run-batch": "Answer a file of requests.",
@@ -51,6 +53,8 @@ MODULES: Final = {
     "list": "client.listing:list_models",
     "load": "client.loading:load",
     "unload": "client.loading:unload",
+    "sleep": "client.sleeping:sleep",
+    "wake": "client.sleeping:wake",
     "run-batch": "client.run_batch:run_batch",
 }
 EPILOG: Final = """\b

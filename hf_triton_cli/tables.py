@@ -12,7 +12,7 @@ import click
 
 COLOURS: Final[Mapping[str, str]] = {
     **dict.fromkeys(("READY", "ok"), "green"),
-    **dict.fromkeys(("LOADING", "UNLOADING", "warning"), "yellow"),
+    **dict.fromkeys(("LOADING", "UNLOADING", "ASLEEP", "warning"), "yellow"),
     **dict.fromkeys(("UNAVAILABLE", "error"), "red"),
 }
 """The colours of states."""

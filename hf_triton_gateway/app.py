@@ -14,7 +14,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from hf_triton_gateway.agents import anthropic_messages, responses, stored_responses
 from hf_triton_gateway.agents.response_store import ResponseStore
 from hf_triton_gateway.app_state import Gateway
-from hf_triton_gateway.chat import chat_completions, completions, model_list, tokenize
+from hf_triton_gateway.chat import chat_completions, completions, model_list, sleeping, tokenize
 from hf_triton_gateway.encoders import (
     classify,
     cohere,
@@ -44,6 +44,7 @@ from hf_triton_gateway.triton.triton_models import TritonModels
 
 ROUTERS: Final[tuple[APIRouter, ...]] = (
     model_list.router,
+    sleeping.router,
     chat_completions.router,
     completions.router,
     responses.router,
@@ -113,7 +114,7 @@ def build_app(config: GatewayConfig) -> FastAPI:
 @contextlib.asynccontextmanager
 async def _on_demand(config: GatewayConfig, endpoint: Endpoint, metrics: Metrics) -> AsyncIterator[OnDemand]:
     """Loading on demand while the gateway runs."""
-    repository = TritonRepository(endpoint, config.triton_metrics)
+    repository = TritonRepository(endpoint, config.triton_metrics, sleeps=config.sleep)
     on_demand = OnDemand(repository, metrics, config.idle_limit_s, config.max_loaded)
     try:
         async with on_demand.running():

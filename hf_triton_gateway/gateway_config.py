@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Annotated, Final
 
 import annotated_types
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationInfo, field_validator
 
 from hf_triton.errors import clip
+from hf_triton.protocol.durations import FOR_EVER, Duration
 
 TLS_SCHEME: Final = "grpcs://"
 Address = Annotated[str, StringConstraints(pattern=r"^[^\s/]+:[0-9]{1,5}$")]
@@ -19,28 +20,9 @@ KeyFile = Annotated[Path | None, Field(validate_default=True)]
 Port = Annotated[int, annotated_types.Ge(0), annotated_types.Le(65535)]
 Seconds = Annotated[float, annotated_types.Gt(0), annotated_types.Le(7 * 24 * 3600)]
 Count = Annotated[int, annotated_types.Ge(1), annotated_types.Le(2**31 - 1)]
-UNITS_S: Final = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
-FOR_EVER: Final = -1.0
 ORIGIN: Final = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
 """Browsers send it so, without a path; another text would match none."""
 DEFAULT_KEEP_ALIVE_S: Final = 600.0
-
-
-def read_duration(value: object) -> object:
-    """Seconds of a duration such as `10m`; a `ValueError` for what is none."""
-    parsed = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([smh]?)", value) if isinstance(value, str) else None
-    if parsed is not None:
-        return float(parsed[1]) * UNITS_S[parsed[2]]
-    if value is None or (isinstance(value, float | int) and (value >= 0 or value == FOR_EVER)):
-        return value
-    if isinstance(value, str) and re.fullmatch(r"-1(\.0)?", value):
-        return FOR_EVER
-    raise ValueError(
-        f"keep_alive must be a duration such as 30s, 10m or 1h, 0 (unload at once) or -1 (for ever), got {clip(value)}"
-    )
-
-
-Duration = Annotated[float, BeforeValidator(read_duration)]
 
 
 class TritonAddress(BaseModel):
@@ -156,11 +138,15 @@ class GatewayConfig(TritonAddress):
 
     keep_alive: Duration | None = None
     """With --on-demand: unload a model that is idle for this long, 30s, 10m or 1h; 0: at once; -1: never. By default
-    10m."""
+    10m. A folder's own setting keep_alive comes before it."""
 
     max_loaded: Count | None = None
     """With --on-demand: most models that are loaded at a time; the least recently used idle one is unloaded for
     another. Without it, any number."""
+
+    sleep: bool = False
+    """With --on-demand: put idle models to sleep in place of unloading them; --max-loaded counts those that are awake.
+    Models that cannot sleep are unloaded."""
 
     triton_metrics: Address | None = None
     """With --on-demand: Triton's metrics address, HOST:PORT; a model is then kept while requests that bypass the
@@ -205,9 +191,9 @@ class GatewayConfig(TritonAddress):
             )
         return on_demand
 
-    @field_validator("keep_alive", "max_loaded", "triton_metrics")
+    @field_validator("keep_alive", "max_loaded", "sleep", "triton_metrics")
     @classmethod
     def _needs_on_demand(cls, value: object, info: ValidationInfo) -> object:
-        if value is not None and not info.data.get("on_demand", True):
+        if value not in (None, False) and not info.data.get("on_demand", True):
             raise ValueError(f"{info.field_name} needs --on-demand")
         return value

@@ -161,6 +161,7 @@ def panels() -> Iterator[tuple[str, list[Panel]]]:
                 declared.COMPLETIONS.help,
                 {"{{model}} {{finish_reason}}": _rate(declared.COMPLETIONS, "finish_reason")},
             ),
+            Panel("Sleeping", declared.SLEEPING.help, {"{{model}}": _now(declared.SLEEPING)}),
         ],
     )
     yield (

@@ -61,7 +61,7 @@ class EncoderEngine(Worker[EncoderGroup]):
         max_batch_tokens: int | None = None,
         on_fatal: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(forward.device, on_fatal, linger_s=LINGER_S)
+        super().__init__(forward.device, on_fatal, model=forward.model, adapters=forward.adapters, linger_s=LINGER_S)
         default = MAX_BATCH_TOKENS.get(forward.device.type, MAX_BATCH_TOKENS["cuda"])
         most = default if max_batch_tokens is None else max_batch_tokens
         self._tokens = BatchSize(most, least=MIN_BATCH_TOKENS, step=MIN_BATCH_TOKENS // 16)
@@ -101,6 +101,14 @@ class EncoderEngine(Worker[EncoderGroup]):
     def unfinished(self) -> list[EncoderGroup]:
         """The groups that the current step computes."""
         return [job.group for job in self._running]
+
+    def sleep(self) -> None:
+        self._forward.drop_graphs()
+        super().sleep()
+
+    def wake(self) -> None:
+        super().wake()
+        self._forward.capture_again()
 
     def step(self) -> None:
         """Compute what waits, up to the most tokens of a forward."""

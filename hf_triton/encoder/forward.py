@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -26,6 +27,8 @@ from hf_triton.runner.faults import described
 from hf_triton.runner.graph_model import GraphModel
 from hf_triton.runner.lora.model_adapters import Adapter, Adapters
 from hf_triton.runner.positions import max_positions, shares_positions
+
+logger = logging.getLogger(__name__)
 
 Reduce = Callable[..., torch.Tensor]
 
@@ -121,13 +124,14 @@ class EncoderForward:
         merge: Reduce | None = None,
         adapters: Adapters | None = None,
     ) -> None:
-        self._model = model
+        self.model = model
         self._outputs = outputs
         self._per_token = per_token
         self._reduce = reduce
         self._merge = merge
         self.adapters = adapters
         self.way: Way = way
+        self._captured: list[EncoderInput] = []  # by which captured forwards are tried
         self.slower: list[str] = []
         """Sentences on why it runs slower than it could, see `Worker`."""
         self.device: torch.device = model.get_input_embeddings().weight.device
@@ -175,19 +179,29 @@ class EncoderForward:
         """
         if self._base is None:
             return "sequences do not share one row"
-        if len({parameter.device for parameter in self._model.parameters()}) > 1:
+        if len({parameter.device for parameter in self.model.parameters()}) > 1:
             return "the model is on several devices"
         trial = inputs, [replace(inputs[0], type_ids=None)]
         try:
             self._base.capture(self.device)
             rows = [pack_row(batch, self._base.position_ids, self.device) for batch in trial]
             if all(map(self._base.replays_right, rows)):
+                self._captured = inputs
                 return None
             reason = "captured outputs differ from eager ones of the same numbers"
         except Exception as error:  # a model may do anything in its forward
             reason = described(error)
         self._base.drop_graphs()
         return reason
+
+    def drop_graphs(self) -> None:
+        """Let go of captured forwards, which hold addresses; `capture_again` has them again."""
+        if self._base is not None:
+            self._base.drop_graphs()
+
+    def capture_again(self) -> None:
+        if self._captured and (reason := self.capture(self._captured)) is not None:
+            logger.warning("the model runs eagerly since it slept: %s", reason)
 
     def input_error(self, sequence: EncoderInput) -> HfTritonError | None:
         """The error of a sequence that the model has no embeddings for, which would end a GPU's process."""
@@ -246,7 +260,7 @@ class EncoderForward:
     def _padded(self, inputs: list[EncoderInput]) -> list[torch.Tensor]:
         with self._adapters_of(inputs):
             if self._begins_anew:
-                begin_anew(self._model, 1, self.device)
+                begin_anew(self.model, 1, self.device)
             rows = self._run(*pad_batch(inputs, self._pad_id, self.device)).unbind(1)
         if self._per_token:
             rows = tuple(_wanted(row, sequence) for row, sequence in zip(rows, inputs, strict=True))
@@ -277,7 +291,7 @@ class EncoderForward:
     def _run(self, ids: torch.Tensor, type_ids: torch.Tensor | None, mask: torch.Tensor | None) -> torch.Tensor:
         """The named outputs, stacked, `[outputs, rows, ...]`."""
         types = {"token_type_ids": type_ids} if type_ids is not None and self._takes_types else {}
-        output = self._model(input_ids=ids, attention_mask=mask, **types)
+        output = self.model(input_ids=ids, attention_mask=mask, **types)
         outputs = [output[name] for name in self._outputs]
         return torch.stack(outputs) if len(outputs) > 1 else outputs[0].unsqueeze(0)  # without a copy
 

@@ -44,6 +44,7 @@ class StackedForward:
         self.device: torch.device = model.device
         self._dtype: torch.dtype = model.dtype
         self._compute = compute
+        self.model = model
 
     @torch.inference_mode()
     def __call__(self, inputs: list[ArrayInput]) -> list[torch.Tensor]:
@@ -56,6 +57,12 @@ class StackedForward:
             }
             results |= zip(members, self._compute(arrays).float(), strict=True)
         return [results[index] for index in range(len(inputs))]
+
+    def drop_graphs(self) -> None:
+        """There are none."""
+
+    def capture_again(self) -> None:
+        """There is nothing to capture."""
 
     def input_error(self, each: ArrayInput) -> HfTritonError | None:
         """There is none: a task makes arrays that its model takes."""

@@ -93,6 +93,12 @@ class BlockMemory:
             num_kept = min(self.pool.num_kept, self.pool.max_kept)
             self._give_back(self.pool.trim(self.pool.num_held + num_kept))
 
+    def forget(self) -> None:
+        """All blocks and states lose what they keep, and their memory, which the caller frees; no sequence has any."""
+        self.pool.clear()
+        self.pool.trim(0)
+        self.pool.states.give_back()
+
     def drop_states(self) -> None:
         """Give back the memory of kept states, unless a step in flight writes some."""
         if not self._is_fixed and self.pool.states.give_back():

@@ -43,7 +43,7 @@ class ContinuousBatchingEngine(GenerationWorker):
         self, model: Any, options: EngineOptions, way: Way = PACKED, *, images: str = "no", image_obstacle: str = ""
     ) -> None:
         config, max_num_seqs = options.config, options.max_num_seqs
-        self.runner = ModelRunner(model, way, options.adapters, block_size=config.block_size)
+        self.runner = _build_runner(model, way, options)
         super().__init__(model, self.runner.device, options, images, image_obstacle)
         if options.decoding != "eager":
             self.runner.allocate_slots()
@@ -82,7 +82,17 @@ class ContinuousBatchingEngine(GenerationWorker):
         self.executor = Executor(self.runner)
         self.recovery = Recovery(self.scheduler, self.memory)
         self._calls = GenerateCalls(self, model, alone=True) if images == "generate" else None
+        if options.ranks is not None:
+            self.slower.append(
+                "runs in ranks, whose layers are neither fused nor packed, and eagerly unless decoding is cuda_graphs"
+            )
+            options.ranks.serve(self.fail)
         self.thread.start()
+
+    def close(self) -> None:
+        super().close()
+        if self.options.ranks is not None:
+            self.options.ranks.close()
 
     def _num_proposed(self, wanted: int) -> int:
         """The most tokens of a proposal; 0 for a model whose computed tokens cannot be taken back."""
@@ -156,6 +166,17 @@ class ContinuousBatchingEngine(GenerationWorker):
         self.memory.rest()
         self.scheduler.admission.reset_limit()
 
+    def sleep(self) -> None:
+        """Give back all blocks, states and features, the captured graphs, and a GPU's weights."""
+        self.release()
+        self.memory.forget()
+        self.runner.sleep()
+        super().sleep()
+
+    def wake(self) -> None:
+        super().wake()
+        self.runner.wake()
+
     def load(self) -> EngineLoad:
         """What the engine holds; from any thread, and not quite at one moment."""
         return self.scheduler.load()
@@ -172,3 +193,12 @@ class ContinuousBatchingEngine(GenerationWorker):
                 "one: leave it out, or set the folder's setting engine to batch",
             )
         return self.memory.admission_error(len(group.prompt_ids), group.params.max_new_tokens)
+
+
+def _build_runner(model: Any, way: Way, options: EngineOptions) -> ModelRunner:
+    block_size = options.config.block_size
+    if options.ranks is None:
+        return ModelRunner(model, way, options.adapters, block_size=block_size)
+    from hf_triton.runner.ranks.leading import LeadingRunner
+
+    return LeadingRunner(options.ranks, model, way, block_size=block_size)

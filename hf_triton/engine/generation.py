@@ -34,7 +34,10 @@ class GenerationWorker(Worker[SequenceGroup]):
         if images != "no":
             options.observer.expect_images()
         self._eos_ids = eos_ids(model)
-        super().__init__(device, options.on_fatal, idle_release_s=options.config.idle_release_s)
+        idle_release_s = options.config.idle_release_s
+        super().__init__(
+            device, options.on_fatal, model=model, adapters=options.adapters, idle_release_s=idle_release_s
+        )
 
     def image_error(self) -> RequestError | None:
         """The error of a group with images; None: they can be run."""

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from hf_triton.engine.sequence import SequenceGroup, SequenceObserver
 from hf_triton.errors import HfTritonError
@@ -25,6 +26,18 @@ class EngineLoad:
     """Tokens of KV cache that it may use now."""
     num_free_slots: int = 0
     """Sequences that could start at the next step; those in the queue are not subtracted."""
+    is_sleeping: bool = False
+    """Whether its memory is given back, see `Worker`."""
+
+
+class Nap(NamedTuple):
+    """What has become of an engine that was told to sleep or to wake."""
+
+    is_sleeping: bool
+    seconds: float = 0.0
+    """How long it took; 0: it slept, or was awake."""
+    given_back_bytes: int = 0
+    """Of the GPU, or of the process on a CPU."""
 
 
 class Observer:
@@ -61,6 +74,13 @@ class Engine(Protocol):
 
     def is_healthy(self) -> bool:
         """Whether the engine can still compute."""
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether its memory is given back."""
+
+    def set_sleeping(self, is_sleeping: bool) -> Future[Nap]:
+        """Sleep once there is no work, or wake; from any thread, as is the result. Cancelling it withdraws the call."""
 
     def load(self) -> EngineLoad:
         """What the engine holds; from any thread, and not quite at one moment."""

@@ -42,8 +42,8 @@ class SpeechEngine(Worker[SpeechGroup]):
         max_rows: int | None = None,
         on_fatal: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(model.device, on_fatal)
-        self._model = model
+        super().__init__(model.device, on_fatal, model=model)
+        self._model: Any = model
         self._extractor = feature_extractor
         self._rows = BatchSize(max_rows or MAX_ROWS.get(model.device.type, DEFAULT_ROWS))
         self._detects = hasattr(model.generation_config, "lang_to_id")

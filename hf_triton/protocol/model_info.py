@@ -65,6 +65,8 @@ class ModelInfo:
     """Why a model that could read images takes none, or has them computed by `generate`; empty: neither is so."""
     error_form: int = 0
     """The version of errors as data that a request may ask for by the parameter `error_form`; 0: none."""
+    is_sleeping: bool | None = None
+    """Whether it sleeps, see `hf_triton.protocol.sleep`; asking does not wake it. None: a process that cannot."""
 
     @property
     def takes_images(self) -> bool:
@@ -76,7 +78,7 @@ class ModelInfo:
             self.architecture,
             self.task if self.engine not in ENGINES else "",
             f"{self.dtype} on {self.device}",
-            f"{self.memory_bytes / 1e9:.2f} GB" if self.memory_bytes > 1e7 else f"{self.memory_bytes / 1e6:.1f} MB",
+            f"{self.memory_bytes / 1e9:.2f} GB" if self.memory_bytes >= 1e9 else f"{self.memory_bytes / 1e6:.1f} MB",
             ENGINES.get(self.engine, self.engine),
             f"KV cache of {max_cache_tokens:,} tokens" if max_cache_tokens else "",
         )

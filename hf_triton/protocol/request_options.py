@@ -13,6 +13,7 @@ from hf_triton.protocol.chat_request import ChatOptions
 from hf_triton.protocol.model_info import MODEL_INFO
 from hf_triton.protocol.names import CANCEL
 from hf_triton.protocol.parameters import GenerationParameters
+from hf_triton.protocol.sleep import SLEEP
 from hf_triton.protocol.tokenizer_request import TOKENIZER_REQUEST
 from hf_triton.protocol.validation import validated
 
@@ -20,7 +21,7 @@ from hf_triton.protocol.validation import validated
 class RequestOptions(BaseModel):
     """Parameters of a whole request; those of one prompt are in `GenerationParameters`. None means "not given"."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     stream: bool | None = None
     """Whether to send the response in deltas as tokens are generated. Works in decoupled folders, over
@@ -46,6 +47,11 @@ class RequestOptions(BaseModel):
     model_info: bool | None = None
     """Whether to answer, at once and in the output `output`, what the model is: a JSON object of its task, context
     length, engine, dtype, memory and chat template. Nothing else is done, and the request is not counted."""
+
+    sleep: bool | None = None
+    """Whether the model is to sleep, once no request is in flight, or to wake (`false`). The output `output` is a JSON
+    object then, `{"is_sleeping": true, "seconds": 0.012, "given_back_bytes": 123456}`; work that arrives before the
+    model sleeps keeps it awake. Any later request wakes it. Nothing else is done, and the request is not counted."""
 
     tokenizer_request: str | None = None
     """A question to the tokenizer, of a model of any task: JSON text, answered as JSON in the output `output`.
@@ -119,7 +125,7 @@ PARAMETERS: Final[Mapping[str, type[BaseModel]]] = {
     name: model for model in (RequestOptions, ChatOptions, GenerationParameters) for name in model.model_fields
 }
 """Every request parameter and the model that declares it."""
-BEFORE_INPUTS: Final = (CANCEL, MODEL_INFO, TOKENIZER_REQUEST)
+BEFORE_INPUTS: Final = (CANCEL, MODEL_INFO, SLEEP, TOKENIZER_REQUEST)
 """Never inputs: they are read before tensors are."""
 OPTIONS: Final = frozenset(RequestOptions.model_fields)
 CHAT_OPTIONS: Final = frozenset(ChatOptions.model_fields)

@@ -98,6 +98,8 @@ class ModelRunner:
         self._graphs: StepGraphs | None = None
         self._adapter_graphs: StepGraphs | None = None
         """Graphs of steps with adapters."""
+        self._num_slots = 1
+        self._captured: tuple[int, int] | None = None  # the arguments of a capture that is repeated after a sleep
         self.partly: list[str] = []
         """Says which small steps run eagerly though others are captured, and why; see `Worker.slower`."""
         if self.cache.has_states:
@@ -115,7 +117,7 @@ class ModelRunner:
         On a CPU its memory is touched when blocks are written. On any other device all is allocated here, states of
         so many sequences too: layers allocate at their first token.
         """
-        self.cache = self._new_cache(num_blocks)
+        self.cache, self._num_slots = self._new_cache(num_blocks), num_slots
         if self.device.type != "cpu":
             self.run_token(num_slots)  # which is one more, `NO_SLOT`
 
@@ -123,6 +125,25 @@ class ModelRunner:
         """Free the memory of blocks that hold nothing."""
         for layer in self.cache.blocks():
             layer.give_back(blocks)
+
+    def sleep(self) -> None:
+        """Drop what `wake` makes again: graphs, which hold addresses, and the memory of blocks and states."""
+        self._graphs = self._adapter_graphs = None
+        self.cache.free()
+
+    def wake(self) -> None:
+        """Allocate and capture what was there after the load; on a CPU, blocks are allocated when they are written."""
+        if self.device.type != "cpu":
+            self.run_token(self._num_slots)
+        if self._captured is not None:
+            num_partly = len(self.partly)
+            if (reason := self.capture(*self._captured)) is not None:
+                logger.warning("the model runs eagerly since it slept: %s", reason)
+            del self.partly[num_partly:]
+
+    def trim_slots(self, num_slots: int) -> None:
+        """Free the memory of states behind the first ones."""
+        self.cache.trim_slots(num_slots)
 
     def memory_per_token(self) -> tuple[Mapping[torch.device, int], int]:
         """See `PagedCache.memory_per_token`; it runs one token through the model."""
@@ -165,6 +186,8 @@ class ModelRunner:
                 waits = why_experts_wait(error, self.model.dtype, self.device)
                 if waits is None or not self._capture_gathering(sizes, waits):
                     reason = waits or described(error)
+        if reason is None:
+            self._captured = max_sequences, num_drafted
         if self._adapters is not None and self._adapters.have_slots:
             if reason is None:
                 self._capture_adapters(sizes)

@@ -81,6 +81,14 @@ class PagedCache(Cache):
         for layer in self.paged_layers():
             layer.new_keys = layer.new_values = layer.returned_keys = layer.early = None
 
+    def free(self) -> None:
+        """Free the memory of all blocks and states; a layer allocates again at its next token."""
+        self._forget()
+        for layer in self.paged_layers():
+            layer.blocks = None
+            layer.kernel_of.clear()
+        self.trim_slots(0)
+
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         """A layer's state, as transformers asks for it when the layer begins; None: it begins without."""
         self.continued = super().get_recurrent_state(layer_idx, state_idx)

@@ -240,12 +240,21 @@ class Engines(RequestService):
 
 def cancel_elsewhere(model_name: str, request_id: str) -> None:
     """Cancel the requests of an id in a model's other processes. Returns when the messages are sent."""
+    _tell_elsewhere(model_name, {"id": 0, "cancel_all": request_id})
+
+
+def sleep_elsewhere(model_name: str, is_sleeping: bool) -> None:
+    """Have a model's other processes sleep or wake. Returns when the messages are sent."""
+    _tell_elsewhere(model_name, {"id": 0, "sleep": is_sleeping})
+
+
+def _tell_elsewhere(model_name: str, message: Message) -> None:
     for address in find_addresses(model_name):
         connected = None if address.pid == os.getpid() else _connect(address)
         if connected is not None:
-            with connected, contextlib.suppress(OSError):  # an instance that is gone has nothing to cancel
+            with connected, contextlib.suppress(OSError):  # an instance that is gone has nothing to do
                 connected.settimeout(CONNECT_S)
-                connected.sendall(frame({"id": 0, "cancel_all": request_id}), socket.MSG_NOSIGNAL)
+                connected.sendall(frame(message), socket.MSG_NOSIGNAL)
 
 
 def _connect(address: Address) -> socket.socket | None:

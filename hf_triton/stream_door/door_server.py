@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine's side of a stream door: listens, and hands requests to the dispatcher as if Triton had brought them.
 
-A model's other instances, and doors, connect here too to cancel requests of this instance.
+A model's other instances, and doors, connect here too to cancel requests of this instance, or to have it sleep.
 """
 
 from __future__ import annotations
@@ -148,6 +148,8 @@ class _Peer:
                 self._cancel(number)
             case {"cancel_all": str() as request_id}:
                 self._server.poller.cancel(request_id)
+            case {"sleep": bool() as is_sleeping}:
+                self._server.set_sleeping(is_sleeping)
             case _:
                 raise ProtocolError("the message is neither a request nor its end")
 
@@ -185,6 +187,7 @@ class DoorServer:
     Args:
         take: Starts a request; must see that it is answered, and raise nothing.
         begin_request: Counts a request; the function that it returns is called with the outcome and the adapter.
+        set_sleeping: Has the instance sleep or wake; returns at once.
     """
 
     def __init__(
@@ -195,8 +198,10 @@ class DoorServer:
         take: Callable[[InferenceRequest, ResponseConfig], None],
         begin_request: Callable[[], Callable[[str, str], None]],
         poller: RequestPoller,
+        set_sleeping: Callable[[bool], object] = lambda _: None,
     ) -> None:
         self.take = take
+        self.set_sleeping = set_sleeping
         self.begin_request = begin_request
         self.is_draining = False
         self.poller = poller

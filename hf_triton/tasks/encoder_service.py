@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from hf_triton.encoder.jobs import EncoderGroup, Outputs
-from hf_triton.engine.protocols import EngineLoad
+from hf_triton.engine.protocols import EngineLoad, Nap
 from hf_triton.errors import RequestError, as_own_error, clip, panics_as_errors
 from hf_triton.protocol.model_info import ModelInfo
 from hf_triton.protocol.prompts import Limits
@@ -150,8 +151,17 @@ class NoEngine:
     """Gives each input an empty array, for a task that needs token sequences alone."""
 
     slower: Final = ()
+    is_sleeping = False
+
+    def set_sleeping(self, is_sleeping: bool) -> Future[Nap]:
+        """Sleep until work comes: there is no memory to give back, but a gateway is to count it as asleep."""
+        self.is_sleeping = is_sleeping
+        done: Future[Nap] = Future()
+        done.set_result(Nap(is_sleeping))
+        return done
 
     def submit(self, groups: list[EncoderGroup]) -> None:
+        self.is_sleeping = False
         for group in groups:
             group.begin()
             group.finish([np.empty(0, np.float32) for _ in group.inputs])

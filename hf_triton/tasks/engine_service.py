@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
-from hf_triton.engine.protocols import Engine, EngineLoad
+from hf_triton.engine.protocols import Engine, EngineLoad, Nap
 from hf_triton.errors import HfTritonError, as_own_error
 from hf_triton.protocol.model_info import ModelInfo
 from hf_triton.protocol.prompts import Limits
+from hf_triton.protocol.sleep import SleepAnswer
 from hf_triton.tasks.interface import RequestService
 from hf_triton.tasks.serving.adapters import AdapterStore, Waiter
 from hf_triton.tasks.serving.admission import AdmissionGate, PendingResponse
@@ -47,10 +48,30 @@ class EngineService(RequestService):
     def is_healthy(self) -> bool:
         return self._engine.is_healthy()
 
+    def is_sleeping(self) -> bool:
+        return self._engine.is_sleeping
+
+    def set_sleeping(self, is_sleeping: bool) -> Future[SleepAnswer]:
+        answer: Future[SleepAnswer] = Future()
+
+        def give(done: Future[Nap]) -> None:
+            if not answer.set_running_or_notify_cancel():
+                return
+            try:
+                answer.set_result(SleepAnswer(*done.result()))
+            except Exception as error:
+                answer.set_exception(error)
+
+        nap = self._engine.set_sleeping(is_sleeping)
+        answer.add_done_callback(lambda _: nap.cancel())  # of one that is done, it does nothing
+        nap.add_done_callback(give)
+        return answer
+
     def load(self) -> EngineLoad:
         """The engine's load; prompts in preparation are waiting ones."""
         load = self._engine.load()
-        return dataclasses.replace(load, num_waiting=load.num_waiting + self._gate.num_preparing)
+        num_waiting = load.num_waiting + self._gate.num_preparing
+        return dataclasses.replace(load, num_waiting=num_waiting, is_sleeping=self._engine.is_sleeping)
 
     def close(self) -> None:
         """Answer every request that is not finished, then stop."""

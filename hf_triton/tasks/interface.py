@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hf_triton.errors import ERROR_FORM_VERSION
 from hf_triton.hub.spec import CheckpointSpec
 from hf_triton.protocol.model_info import ModelInfo
+from hf_triton.protocol.sleep import SleepAnswer
 from hf_triton.tasks.serving.inference_request import InferenceRequest
 from hf_triton.tasks.serving.sender import ResponseSender
 from hf_triton.tasks.tokenizer_answers import TokenizerAnswers
@@ -61,6 +63,19 @@ class RequestService(ABC):
     @abstractmethod
     def is_healthy(self) -> bool:
         """Whether requests can be taken."""
+
+    def is_sleeping(self) -> bool:
+        """Whether the model has given its memory back until the next request."""
+        return False
+
+    def set_sleeping(self, is_sleeping: bool) -> Future[SleepAnswer]:
+        """Have the model sleep once no request is in flight, or wake; the result comes from any thread.
+
+        Cancelling the future withdraws the call.
+        """
+        done: Future[SleepAnswer] = Future()
+        done.set_result(SleepAnswer(is_sleeping=False))
+        return done
 
     @abstractmethod
     def close(self) -> None:

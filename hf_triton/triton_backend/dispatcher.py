@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from hf_triton.protocol.model_info import MODEL_INFO
 from hf_triton.protocol.names import JSON_OUTPUT, TEXT_OUTPUTS
 from hf_triton.protocol.prompts import prompt_shape
 from hf_triton.protocol.requests import check_parameter_names, is_cancel_request
+from hf_triton.protocol.sleep import SLEEP, SleepAnswer
 from hf_triton.protocol.tensor_values import encode_strings
 from hf_triton.protocol.tokenizer_request import TOKENIZER_REQUEST
 from hf_triton.sentence import param
@@ -36,6 +38,7 @@ class Dispatcher:
 
     Args:
         cancel_elsewhere: Cancels the requests of an id in the server's other processes; may take seconds.
+        sleep_elsewhere: Has the model's other processes sleep or wake; may take seconds.
         closing: Closes what serves the folder; `close` does so.
         headers: The headers that the server adds to requests' parameters; None: it adds none.
     """
@@ -49,6 +52,7 @@ class Dispatcher:
         meter: Meter,
         cancel_elsewhere: Callable[[str], None],
         closing: ExitStack,
+        sleep_elsewhere: Callable[[bool], None] = lambda _: None,
         headers: ForwardedHeaders | None = None,
         tracer: RequestTracer | None = None,
     ) -> None:
@@ -58,9 +62,10 @@ class Dispatcher:
         self._poller = poller
         self._meter = meter
         self._cancel_elsewhere = cancel_elsewhere
+        self._sleep_elsewhere = sleep_elsewhere
         self._headers = headers
         self._tracer = tracer
-        self._cancel_pool = ThreadPoolExecutor(1, thread_name_prefix="hf_triton-cancel")
+        self._others_pool = ThreadPoolExecutor(1, thread_name_prefix="hf_triton-others")
         self._tokenizer_pool = ThreadPoolExecutor(1, thread_name_prefix="hf_triton-tokenizer")
 
     def execute(self, requests: list[Any]) -> None:
@@ -83,7 +88,14 @@ class Dispatcher:
             elif parameters.get(MODEL_INFO) is True and self.service.info is not None:
                 request.is_counted = False
                 shape = self._json_shape(request, MODEL_INFO)
-                request.answer({JSON_OUTPUT: encode_strings([self.service.info.to_json()], shape)})
+                info = dataclasses.replace(self.service.info, is_sleeping=self.service.is_sleeping())
+                request.answer({JSON_OUTPUT: encode_strings([info.to_json()], shape)})
+            elif isinstance(parameters.get(SLEEP), bool) and self.service.info is not None:
+                request.is_counted = False
+                shape = self._json_shape(request, SLEEP)
+                is_sleeping = parameters[SLEEP] is True
+                turn = partial(self._set_sleeping, request, shape, is_sleeping)
+                self._others_pool.submit(self._tell_others, partial(self._sleep_elsewhere, is_sleeping), turn)
             elif TOKENIZER_REQUEST in parameters:
                 request.is_counted = False
                 if self.service.tokenizer is None:
@@ -103,7 +115,7 @@ class Dispatcher:
     def close(self) -> None:
         """Answer every request, then stop. Triton calls this when no request is in flight."""
         with self.closing:  # whatever fails, the rest is closed
-            self._cancel_pool.shutdown(wait=True)
+            self._others_pool.shutdown(wait=True)
             self._tokenizer_pool.shutdown(wait=True)
 
     def _cancel(self, request: InferenceRequest, parameters: Mapping[str, object]) -> None:
@@ -117,7 +129,18 @@ class Dispatcher:
         empty = encode_strings([""] * math.prod(shape), shape)
         self._poller.cancel(request.request_id)
         answer = partial(request.answer, {name: empty for name in self._config.output_names if name in TEXT_OUTPUTS})
-        self._cancel_pool.submit(self._cancel_elsewhere_and_answer, request.request_id, answer)
+        self._others_pool.submit(self._tell_others, partial(self._cancel_elsewhere, request.request_id), answer)
+
+    def _set_sleeping(self, request: InferenceRequest, shape: tuple[int, ...], is_sleeping: bool) -> None:
+        done = self.service.set_sleeping(is_sleeping)
+
+        def end(error: HfTritonError) -> None:
+            """Withdraw what nobody waits for any more."""
+            request.refuse(error)
+            done.cancel()
+
+        request.on_ending(end, request.deadline_s())
+        done.add_done_callback(partial(_answer_sleep, request, shape))
 
     def _answer_tokens(
         self,
@@ -141,9 +164,20 @@ class Dispatcher:
             )
         return (1,) * max((array.ndim for array in request.inputs().values()), default=1)
 
-    def _cancel_elsewhere_and_answer(self, request_id: str, answer: Callable[[], None]) -> None:
+    def _tell_others(self, tell: Callable[[], None], answer: Callable[[], None]) -> None:
         try:
-            self._cancel_elsewhere(request_id)
+            tell()
         except Exception as error:
-            logger.error("cancelling in another process failed: %s", where(error))
+            logger.error("another process of the model was not told: %s", where(error))
         answer()
+
+
+def _answer_sleep(request: InferenceRequest, shape: tuple[int, ...], done: Future[SleepAnswer]) -> None:
+    """Answer a request that has a model sleep or wake, or refuse it. Raises nothing."""
+    request.on_ending(None)
+    if done.cancelled():
+        return
+    try:
+        request.answer({JSON_OUTPUT: encode_strings([done.result().to_json()], shape)})
+    except Exception as error:
+        request.refuse(as_own_error("having the model sleep or wake", error))

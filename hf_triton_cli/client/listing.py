@@ -36,7 +36,13 @@ def _row(model: Mapping[str, Any]) -> dict[str, Any]:
     """A model as the table has it."""
     num_bytes = model["memory_bytes"]
     words = {"memory_bytes": num_bytes and size_words(num_bytes), "adapters": ", ".join(model["adapters"])}
-    return {"size" if name == "memory_bytes" else name: words.get(name, value) for name, value in model.items()}
+    row = {"size" if name == "memory_bytes" else name: words.get(name, value) for name, value in model.items()}
+    return with_sleep(row)
+
+
+def with_sleep(row: dict[str, Any]) -> dict[str, Any]:
+    """A row whose state says whether the model sleeps."""
+    return {**row, "state": "ASLEEP"} if row.pop("sleeping") else row
 
 
 def describe_models(triton: Triton) -> list[dict[str, Any]]:
@@ -59,6 +65,7 @@ def _describe(entry: Any, folder: Folder | None, doors: Mapping[str, str]) -> di
         "model": entry.name,
         "version": entry.version,
         "state": entry.state or "NOT LOADED",
+        "sleeping": info and info.is_sleeping,
         "task": info.task if info else folder and folder.task,
         "engine": info and info.engine,
         "context": info and info.context_length,

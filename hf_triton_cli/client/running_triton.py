@@ -92,11 +92,11 @@ class Triton:
         return TritonModels(self.endpoint, timeout_s)
 
     @contextlib.asynccontextmanager
-    async def asked(self) -> AsyncIterator[TritonModels]:
+    async def asked(self, timeout_s: float = 3600.0) -> AsyncIterator[TritonModels]:
         """The client of `models`, closed at the end; its failures are errors of ours."""
         from hf_triton_gateway.http.api_errors import ApiError
 
-        models = self.models()
+        models = self.models(timeout_s)
         try:
             yield models
         except ApiError as error:

@@ -12,7 +12,7 @@ from typing import Any, Final
 import click
 
 from hf_triton.server import open_local
-from hf_triton_cli.client.listing import describe_models
+from hf_triton_cli.client.listing import describe_models, with_sleep
 from hf_triton_cli.client.running_triton import (
     CALL_TIMEOUT_S,
     READY,
@@ -103,7 +103,8 @@ def _shown_row(row: Mapping[str, Any]) -> dict[str, Any]:
     use, num_bytes = row["kv_use"], row["memory_bytes"]
     words = {"kv_use": use if use is None else f"{use:.0%}", "memory_bytes": num_bytes and size_words(num_bytes)}
     names = {"memory_bytes": "size", "prompt_tokens": "tokens_in", "generated_tokens": "tokens_out"}
-    return {names.get(name, name): words.get(name, value) for name, value in row.items() if name != "version"}
+    shown = {names.get(name, name): words.get(name, value) for name, value in row.items() if name != "version"}
+    return with_sleep(shown)
 
 
 def _count_requests(triton: Triton) -> dict[str, int]:
@@ -124,6 +125,7 @@ def _describe_model(model: Mapping[str, Any], figures: Figures | None, num_infer
         "model": model["model"],
         "version": model["version"],
         "state": model["state"],
+        "sleeping": model["sleeping"],
         "engine": model["engine"],
         "memory_bytes": model["memory_bytes"],
         "running": _whole(known.get(RUNNING)),

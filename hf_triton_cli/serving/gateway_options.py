@@ -28,7 +28,8 @@ _METAVARS: Final = {
 }
 _SHORT: Final = (
     *TritonAddress.model_fields,
-    *("api_key_file", "ssl_certfile", "ssl_keyfile", "allowed_origins", "on_demand", "keep_alive", "max_loaded"),
+    *("api_key_file", "ssl_certfile", "ssl_keyfile", "allowed_origins"),
+    *("on_demand", "keep_alive", "max_loaded", "sleep"),
 )
 """Fields whose options are the same beside Triton."""
 

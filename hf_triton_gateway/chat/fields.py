@@ -16,7 +16,6 @@ import annotated_types
 from pydantic import (
     BaseModel,
     ConfigDict,
-    Field,
     GetCoreSchemaHandler,
     PrivateAttr,
     ValidationError,
@@ -98,9 +97,7 @@ TokenLists = Annotated[list[TokenIds], annotated_types.MaxLen(MAX_TEXTS)]
 def sampling_fields(name: str, fields: Collection[str]) -> type[BaseModel]:
     """A model with fields of SAMPLING, as `GenerationParameters` declares them."""
     declared = {field: GenerationParameters.model_fields[SAMPLING[field]] for field in fields}
-    definitions: dict[str, Any] = {
-        field: (own.annotation, Field(None, description=own.description)) for field, own in declared.items()
-    }
+    definitions: dict[str, Any] = {field: (own.annotation, None) for field, own in declared.items()}
     return create_model(name, __config__=CONFIG, **definitions)
 
 

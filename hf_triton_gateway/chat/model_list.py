@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request
@@ -31,8 +32,9 @@ class LoadRequest(Fields):
 @router.get("/v1/models")
 async def list_models(request: Request) -> dict[str, Any]:
     """The models that are served."""
-    models = await gateway_of(request).models.models()
-    return {"object": "list", "data": [described for model in models for described in _describe(model)]}
+    models = gateway_of(request).models
+    served, asleep = await models.models(), await models.asleep()
+    return {"object": "list", "data": [described for model in served for described in _describe(model, asleep)]}
 
 
 @router.get("/v1/models/{model}")
@@ -40,8 +42,9 @@ async def retrieve_model(model: str, request: Request) -> dict[str, Any]:
     """One of the models that are served."""
     check_model(model)
     models = gateway_of(request).models
-    for served in await models.models():
-        for described in _describe(served):
+    served, asleep = await models.models(), await models.asleep()
+    for each in served:
+        for described in _describe(each, asleep):
             if described["id"] == model:
                 return described
     raise await models.missing(model)
@@ -60,7 +63,7 @@ async def load_model(body: LoadRequest, request: Request) -> Response:
     return Response(event(told), media_type="text/event-stream")
 
 
-def _describe(model: Model) -> list[dict[str, Any]]:
+def _describe(model: Model, asleep: Collection[str]) -> list[dict[str, Any]]:
     """A model, and each of its LoRA adapters as a model whose parent it is."""
     described = {"id": model.name, "object": "model", "created": model.created_s, "owned_by": "hf_triton"}
     if model.folder.task is not None:  # that of a model which was never loaded is not known
@@ -76,6 +79,8 @@ def _describe(model: Model) -> list[dict[str, Any]]:
         if model.folder.info.mask_token:
             described["mask_token"] = model.folder.info.mask_token
     if model.is_loaded is not None:
-        described["loaded"] = model.is_loaded
+        described["loaded"] = model.is_loaded or model.name in asleep
+    if model.name in asleep:
+        described["sleeping"] = True
     adapters = (f"{model.name}{ADAPTER_MARK}{name}" for name in model.folder.adapters)
     return [described, *({**described, "id": name, "parent": model.name} for name in adapters)]

@@ -24,6 +24,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope
 
 from hf_triton_gateway.http.api_errors import ApiError, too_large
+from hf_triton_gateway.http.keep_alive import take_keep_alive
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -107,6 +108,8 @@ class JsonRequest(Request):
         value = await beside_loop(self, _parse, await self.body())
         if self._model is None or not isinstance(value, dict):
             return value
+        if getattr(self._model, "is_open", False) and self.app.state.gateway.config.on_demand:
+            take_keep_alive(value)
         task = getattr(self._model, "task_of_model", None)
         if task is not None:
             value["model"] = await named_model(self, value.get("model"), task)

@@ -56,10 +56,12 @@ class Metrics:
         self.in_flight = gauge("requests_in_flight", "Requests in flight.")
         self.duration = histogram("request_duration_seconds", duration, "endpoint")
         self.first_token = histogram("time_to_first_token_seconds", first_token, "endpoint")
-        self.loads = counter("model_loads", "Loads on demand by model and outcome.", "model", "outcome")
-        self.load_seconds = histogram("model_load_seconds", "Time that loading a model took, in seconds.", "model")
-        self.unloads = counter("model_unloads", "Idle models that were unloaded.", "model")
-        self.waiting_for_load = gauge("requests_waiting_for_load", "Requests that wait for a model to be loaded.")
+        self.loads = counter("model_loads", "Loads on demand by model and outcome, wakes included.", "model", "outcome")
+        what = "Time that loading or waking a model took, in seconds."
+        self.load_seconds = histogram("model_load_seconds", what, "model")
+        self.unloads = counter("model_unloads", "Idle models that were unloaded or put to sleep.", "model")
+        what = "Requests that wait for a model to be loaded or woken."
+        self.waiting_for_load = gauge("requests_waiting_for_load", what)
         self.key_requests = counter("key_requests", "Requests by the API key's name, without refused ones.", "key")
         self.key_prompt_tokens = counter("key_prompt_tokens", "Tokens of prompts by the API key's name.", "key")
         self.key_cached_tokens = counter("key_cached_tokens", cached, "key")

@@ -246,3 +246,12 @@ def check_model(name: str) -> None:
     if not allows_model(name):
         message = f"the model {clip(name)} does not exist, or this API key may not use it: see GET /v1/models"
         raise ApiError(404, message, param="model", code="model_not_found")
+
+
+def check_admin() -> None:
+    """Refuse what is for an admin's key alone: without a file of keys, a gateway knows no admin."""
+    account = CURRENT.get()
+    if account is None or not account.quota.admin:
+        reason = "this gateway has no --api-key-file" if account is None else f"{account.quota.name}'s has not"
+        message = f"this endpoint is for API keys whose line in the file has admin=true, and {reason}"
+        raise ApiError(403, message, code="restricted")

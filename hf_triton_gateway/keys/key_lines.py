@@ -55,6 +55,9 @@ class Quota(BaseModel):
     """`true`: its prompts share the KV cache of a prefix with its own alone, so that neither `cached_tokens` nor times
     tell what other keys have sent."""
 
+    admin: bool | None = None
+    """`true`: it may put models to sleep and wake them."""
+
     @field_validator("name")
     @classmethod
     def _is_name(cls, name: str) -> str:

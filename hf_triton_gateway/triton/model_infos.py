@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks the processes behind model folders what their models are, see `hf_triton.protocol.model_info`."""
+"""Asks the processes behind model folders what their models are, and has them sleep or wake.
+
+See `hf_triton.protocol.model_info` and `hf_triton.protocol.sleep`.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Collection, Mapping
@@ -14,6 +18,9 @@ from tritonclient.grpc import model_config_pb2, service_pb2
 
 from hf_triton.protocol.model_info import MODEL_INFO, ModelInfo
 from hf_triton.protocol.names import JSON_OUTPUT
+from hf_triton.protocol.sleep import SLEEP, SleepAnswer
+from hf_triton_gateway.http.api_errors import ApiError, triton_error
+from hf_triton_gateway.http.client_names import ClientNames
 from hf_triton_gateway.triton.triton_messages import Folder, read_outputs
 
 if TYPE_CHECKING:
@@ -55,12 +62,19 @@ class ModelInfos:
         """What a folder's model is; asked once for each config, and again after `forget`. None: it does not say."""
         state, told = config.SerializeToString(deterministic=True), self._told.get(folder.name)
         if told is None or told.config != state or told.until_s < time.monotonic():
-            request = None if folder.stream_of else info_request(folder.name, config)
+            request = None if folder.stream_of else control_request(folder.name, config, MODEL_INFO)
             info = None if request is None else await self._ask(folder, request)
             is_final = request is None or info is not None
             told = _Told(state, info, math.inf if is_final else time.monotonic() + RETRY_S)
             self._told[folder.name] = told
         return told.info
+
+    async def asked_again(self, folder: Folder, config: Any) -> ModelInfo | None:
+        """What a folder's model is now; if it does not answer in time, what it was, but not whether it sleeps."""
+        if (told := await self.of(folder, config)) is None:
+            return None
+        now = await self._ask(folder, control_request(folder.name, config, MODEL_INFO))
+        return now or dataclasses.replace(told, is_sleeping=None)
 
     def forget(self, name: str) -> None:
         """A model may have been loaded again."""
@@ -72,23 +86,70 @@ class ModelInfos:
 
     async def _ask(self, folder: Folder, request: Any) -> ModelInfo | None:
         try:
-            if folder.is_decoupled:
-                stream = self._calls.stream(request, TIMEOUT_S, self._headers, takes_cancel=True)
-                first, *_ = [each async for each in stream]
-                answer = first.infer_response
-            else:
-                answer = await self._calls.infer(request, TIMEOUT_S, self._headers, takes_cancel=True)
-            return ModelInfo.from_json(read_outputs(answer)[JSON_OUTPUT][0])
-        except (grpc.aio.AioRpcError, TimeoutError, AttributeError, LookupError, ValueError):
+            answer = await _ask(self._calls, request, TIMEOUT_S, self._headers, is_decoupled=folder.is_decoupled)
+            return ModelInfo.from_json(answer)
+        except (ApiError, grpc.aio.AioRpcError, TimeoutError, AttributeError, LookupError, ValueError):
             return None  # it is of an older release, or does not answer in time
 
 
-def info_request(name: str, config: Any) -> Any:
-    """The gRPC message that asks what the model is; None for a folder of another library, which would compute."""
+async def _ask(
+    calls: Calls, request: Any, timeout_s: float, headers: tuple[tuple[str, str], ...], *, is_decoupled: bool
+) -> str:
+    """What a model's process answers to a `control_request`."""
+    if is_decoupled:
+        stream = calls.stream(request, timeout_s, headers, takes_cancel=True)
+        first, *_ = [each async for each in stream]
+        if first.error_message:
+            raise triton_error(first.error_message, ClientNames())
+        answer = first.infer_response
+    else:
+        answer = await calls.infer(request, timeout_s, headers, takes_cancel=True)
+    return str(read_outputs(answer)[JSON_OUTPUT][0])
+
+
+async def set_sleeping(
+    calls: Calls,
+    name: str,
+    config: Any,
+    timeout_s: float,
+    headers: tuple[tuple[str, str], ...],
+    *,
+    is_sleeping: bool,
+) -> SleepAnswer | None:
+    """Have a loaded model sleep once no request is in flight, or wake. None: it cannot.
+
+    A process of an older release knows no such request. One of several instances tells the others.
+
+    Raises:
+        ApiError: It failed.
+        grpc.aio.AioRpcError: Triton refuses the request, or cannot be reached.
+        TimeoutError: Requests in flight took longer.
+    """
+    request = control_request(name, config, SLEEP, is_sleeping)
+    if request is None:
+        return None
+    is_decoupled = config.model_transaction_policy.decoupled
+    try:
+        return SleepAnswer.from_json(await _ask(calls, request, timeout_s, headers, is_decoupled=is_decoupled))
+    except (LookupError, ValueError):
+        return None
+    except ApiError as error:
+        failure = error
+    except grpc.aio.AioRpcError as error:
+        failure = triton_error(error.details() or "", ClientNames())
+        if failure.code is None:
+            raise
+    if failure.status_code == 400:  # it knows no such parameter
+        return None
+    raise failure
+
+
+def control_request(name: str, config: Any, parameter: str, value: bool = True) -> Any:
+    """The gRPC message that a process answers by itself; None for a folder of another library, which would compute."""
     if config.backend != "python" or not {port.name for port in config.output} >= {JSON_OUTPUT, NUM_INPUT_TOKENS}:
         return None
     message = service_pb2.ModelInferRequest(model_name=name)
-    message.parameters[MODEL_INFO].bool_param = True
+    message.parameters[parameter].bool_param = value
     message.outputs.add(name=JSON_OUTPUT)
     required = [port for port in config.input if not port.optional]
     for port in required or (list(config.input[:1]) if config.max_batch_size else []):

@@ -3,7 +3,8 @@
 
 Each model is unloaded -> loading -> ready -> (draining ->) unloading -> unloaded. Requests enter through
 `OnDemand.in_use`, which is the only place that waits for a load. `_plan` alone decides, without awaiting anything:
-models that are waited for are loaded in the order of their first waiting requests.
+models that are waited for are loaded in the order of their first waiting requests. A `Repository` may put models to
+sleep in place of unloading them: to this module, one that sleeps is unloaded.
 """
 
 from __future__ import annotations
@@ -64,6 +65,16 @@ class Activity:
     """Seconds since the last request began; infinite if there was none."""
 
 
+@dataclass(frozen=True)
+class Terms:
+    """What a folder's own settings say of how long its model stays."""
+
+    keep_alive_s: float | None = None
+    """It leaves when it is idle for so many seconds; None: as the gateway's others."""
+    is_pinned: bool = False
+    """Whether it never leaves."""
+
+
 class Repository(Protocol):
     """Triton's model repository; all methods raise `ApiError`."""
 
@@ -76,14 +87,23 @@ class Repository(Protocol):
     async def activity(self) -> Mapping[str, Activity]:
         """The activity of the loaded models."""
 
-    async def load(self, name: str) -> None:
-        """Load a model; return when it is ready."""
+    async def terms(self, name: str) -> Terms:
+        """The terms of a loaded model."""
+
+    async def load(self, name: str) -> str:
+        """Load a model; return when it is ready, with a word for what was done."""
 
     async def load_door(self, name: str) -> None:
         """Load the stream door of a loaded model, if there is one; return when it is ready."""
 
-    async def unload(self, name: str) -> None:
-        """Unload a model; return when its memory is free."""
+    async def unload(self, name: str) -> str:
+        """Unload a model; return when its memory is free, with a word for what was done."""
+
+    def is_sleeping(self, name: str) -> bool:
+        """Whether a loaded model sleeps, as of the last look."""
+
+    def note_sleep(self, name: str, *, is_sleeping: bool) -> bool:
+        """A model has been put to sleep, or woken, on an admin's word; whether it is unloaded to `loaded` now."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +133,9 @@ class _Entry:
     ready_since_s: float = 0.0
     draining_since_s: float = 0.0
     idle_since_s: float = 0.0
+    terms: Terms = Terms()
+    asked_s: float = math.inf
+    """The last request wants the model kept for so many seconds behind it; infinite: it did not say."""
     load_s: float = 0.0
     peaks: deque[int] = field(default_factory=lambda: deque([0], 3))
     """Most requests of the gateway in flight between the last looks at Triton, whose gauge lags behind."""
@@ -131,8 +154,13 @@ class _Entry:
         self.peaks[-1] = max(self.peaks[-1], self.num_in_use)
 
     @property
+    def may_leave(self) -> bool:
+        return self.state is State.READY and not self.terms.is_pinned
+
+    @property
     def is_idle(self) -> bool:
-        return self.state is State.READY and not (self.num_in_use or self.waiting or self.is_busy)
+        """Whether it may leave now."""
+        return self.may_leave and not (self.num_in_use or self.waiting or self.is_busy)
 
     def admit(self) -> None:
         """Let the waiting requests in."""
@@ -157,13 +185,22 @@ def _copy(error: ApiError, retry_after_s: float) -> ApiError:
     return copy
 
 
+def _no_room(name: str, num_pinned: int) -> ApiError:
+    message = (
+        f"the model {clip(name)} cannot be loaded: the {num_pinned} models that --max-loaded allows have the setting "
+        "pinned, and stay"
+    )
+    return ApiError(503, message, code="not_loaded")
+
+
 class OnDemand:
     """The models of one Triton, of which some are loaded. Belongs to one event loop.
 
     Args:
         repository: Triton's.
         metrics: The gateway's.
-        keep_alive_s: A model that is idle for so many seconds is unloaded; None: never.
+        keep_alive_s: A model that is idle for so many seconds is unloaded, unless its folder says otherwise; None:
+            never.
         max_loaded: Most loaded models; None: any number.
         clock: Seconds, monotonic.
         tick_s: Longest time between two plans, in seconds.
@@ -185,7 +222,7 @@ class OnDemand:
     ) -> None:
         self._repository = repository
         self._metrics = metrics
-        self._keep_alive_s = keep_alive_s
+        self._keep_alive_s = math.inf if keep_alive_s is None else keep_alive_s
         self._max_loaded = max_loaded
         self._clock = clock
         self._tick_s = tick_s
@@ -224,14 +261,22 @@ class OnDemand:
         return {name: name in loaded for name in self._names}
 
     @contextlib.asynccontextmanager
-    async def in_use(self, name: str, timeout_s: float) -> AsyncIterator[Use]:
-        """Have a model loaded, and keep it loaded meanwhile."""
+    async def in_use(self, name: str, timeout_s: float, keep_alive_s: float = math.inf) -> AsyncIterator[Use]:
+        """Have a model loaded, and keep it loaded meanwhile.
+
+        Args:
+            name: The model's.
+            timeout_s: What the request has left, in seconds.
+            keep_alive_s: The model may leave this long after the request, if none comes behind it, though its own time
+                is longer.
+        """
         start_s = self._clock()
         if name not in self._names:
             await asyncio.shield(self._look())
             if name not in self._names:
                 raise model_not_found(name, self._names)
         entry = self._entries.setdefault(name, _Entry(name))
+        entry.asked_s = keep_alive_s
         if entry.state is State.READY and not entry.waiting:
             entry.use()
         else:
@@ -246,6 +291,19 @@ class OnDemand:
         entry = self._entries.get(use.name)
         if entry is not None and entry.change == use.change and entry.state in (State.READY, State.DRAINING):
             entry.enter(State.UNLOADED)
+            self._wake.set()
+
+    def is_sleeping(self, name: str) -> bool:
+        """Whether a loaded model sleeps; up to some seconds old if others have done it."""
+        return self._repository.is_sleeping(name)
+
+    def note_sleep(self, name: str, *, is_sleeping: bool) -> None:
+        """Take note that an admin has put a model to sleep, or woken it; a request in flight has woken it again."""
+        entry = self._entries.get(name)
+        is_awake = is_sleeping and entry is not None and entry.num_in_use
+        if not is_awake and self._repository.note_sleep(name, is_sleeping=is_sleeping):
+            if entry is not None and entry.state is State.READY:
+                entry.enter(State.UNLOADED)
             self._wake.set()
 
     async def load_door(self, name: str) -> None:
@@ -346,11 +404,18 @@ class OnDemand:
                 self._adopt(entry, is_loaded)
             if name in activity:
                 self._see(entry, activity[name])
+        ready = [entry for entry in self._entries.values() if entry.state is State.READY]
+        await asyncio.gather(*map(self._read_terms, ready))
+
+    async def _read_terms(self, entry: _Entry) -> None:
+        with contextlib.suppress(ApiError):  # unloaded meanwhile
+            entry.terms = await self._repository.terms(entry.name)
 
     def _adopt(self, entry: _Entry, is_loaded: bool) -> None:
         if is_loaded and entry.state is State.UNLOADED:
             entry.enter(State.READY)
             entry.failure, entry.retry_s = None, 0.0
+            entry.asked_s = entry.asked_s if entry.waiting else math.inf
             entry.ready_since_s = entry.idle_since_s = self._clock()
             entry.admit()
         elif not is_loaded and entry.state in (State.READY, State.DRAINING):
@@ -366,8 +431,8 @@ class OnDemand:
         """Start the loads and unloads that are due."""
         now_s = self._clock()
         for entry in self._entries.values():
-            is_expired = self._keep_alive_s is not None and now_s - entry.idle_since_s >= self._keep_alive_s
-            if entry.is_idle and is_expired:
+            own_s = self._keep_alive_s if entry.terms.keep_alive_s is None else entry.terms.keep_alive_s
+            if entry.is_idle and now_s - entry.idle_since_s >= min(own_s, entry.asked_s):
                 self._start_unload(entry)
         self._make_room(now_s)
         for entry in self._entries.values():
@@ -385,6 +450,7 @@ class OnDemand:
         present = [entry for entry in self._entries.values() if entry.state is not State.UNLOADED]
         num_free = float("inf") if self._max_loaded is None else self._max_loaded - len(present)
         num_leaving = sum(entry.state in LEAVING for entry in present)
+        num_pinned = sum(entry.terms.is_pinned for entry in present)
         num_wanted = 0  # places that are not free yet
         waiting = [entry for entry in self._entries.values() if entry.waiting]
         for entry in sorted(waiting, key=lambda entry: (entry.retry_s > 0, entry.order)):
@@ -400,6 +466,9 @@ class OnDemand:
                 num_wanted += 1
                 if num_wanted > num_leaving and self._evict_for(entry, now_s):
                     num_leaving += 1
+                elif num_pinned >= (self._max_loaded or math.inf):
+                    num_wanted -= 1
+                    entry.refuse(_no_room(entry.name, num_pinned))
                 elif num_wanted > num_leaving and entry.retry_s and entry.failure is not None:
                     num_wanted -= 1
                     entry.refuse(entry.failure)
@@ -420,7 +489,7 @@ class OnDemand:
         served = [
             entry
             for entry in self._entries.values()
-            if entry.state is State.READY and now_s - entry.ready_since_s >= max(self._yield_s, entry.load_s)
+            if entry.may_leave and now_s - entry.ready_since_s >= max(self._yield_s, entry.load_s)
         ]
         if not served:
             return False
@@ -449,9 +518,11 @@ class OnDemand:
 
     async def _load(self, entry: _Entry) -> None:
         start_s, failure = self._clock(), None
+        word = ""
         LOG.info("loading %s", clip(entry.name))
         try:
-            await self._repository.load(entry.name)
+            word = await self._repository.load(entry.name)
+            await self._read_terms(entry)
         except ApiError as error:
             failure = error
         except Exception as error:  # a bug; its requests must be answered
@@ -462,7 +533,7 @@ class OnDemand:
         self._metrics.loads.labels(entry.name, "ok" if failure is None else "failed").inc()
         if failure is None:
             self._metrics.load_seconds.labels(entry.name).observe(entry.load_s)
-            LOG.info("loaded %s in %.1f s", clip(entry.name), entry.load_s)
+            LOG.info("%s %s in %.1f s", word, clip(entry.name), entry.load_s)
             entry.enter(State.READY)
             entry.ready_since_s = entry.idle_since_s = self._clock()
             entry.retry_s = 0.0
@@ -478,9 +549,9 @@ class OnDemand:
 
     async def _unload(self, entry: _Entry) -> None:
         try:
-            await self._repository.unload(entry.name)
+            word = await self._repository.unload(entry.name)
             self._metrics.unloads.labels(entry.name).inc()
-            LOG.info("unloaded %s", clip(entry.name))
+            LOG.info("%s %s", word, clip(entry.name))
         except ApiError as error:
             LOG.warning("unloading %s: %s", clip(entry.name), error.message)
         except Exception as error:  # a bug; the next look at Triton finds the truth

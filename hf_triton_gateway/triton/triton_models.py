@@ -7,8 +7,9 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -17,15 +18,18 @@ import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from hf_triton.errors import clip
+from hf_triton.protocol.model_info import ModelInfo
+from hf_triton.protocol.sleep import SleepAnswer
 from hf_triton_gateway.http.api_errors import ApiError, load_reason, model_not_found, out_of_shared_memory, triton_error
 from hf_triton_gateway.http.bodies import beside
 from hf_triton_gateway.http.client_names import ClientNames
 from hf_triton_gateway.http.gateway_tracer import caller
 from hf_triton_gateway.http.hints import pass_over
+from hf_triton_gateway.http.keep_alive import KEEP_ALIVE_S
 from hf_triton_gateway.keys.accounts import Tally, allows_model, check_model, with_salt
 from hf_triton_gateway.triton.calls import Calls
 from hf_triton_gateway.triton.endpoint import Endpoint, wait_for_attempt
-from hf_triton_gateway.triton.model_infos import ModelInfos
+from hf_triton_gateway.triton.model_infos import ModelInfos, set_sleeping
 from hf_triton_gateway.triton.on_demand import OnDemand, Use
 from hf_triton_gateway.triton.triton_messages import (
     ADAPTER_MARK,
@@ -96,6 +100,8 @@ class TritonModels:
         self._listing: asyncio.Task[None] | None = None
         self._seen: dict[str, Model] = {}
         self._changes: dict[str, int] = {}
+        self._asleep: frozenset[str] = frozenset()
+        self._asleep_s = -math.inf
         self._calls = Calls(self._stub)
         self._infos = ModelInfos(self._calls, self._headers)
 
@@ -136,6 +142,76 @@ class TritonModels:
                 model = models.get(name) or self._seen.get(name) or _unknown_model(name)
                 self._seen[name] = models[name] = dataclasses.replace(model, is_loaded=is_loaded)
         return sorted((model for model in models.values() if allows_model(model.name)), key=lambda model: model.name)
+
+    async def asleep(self) -> Collection[str]:
+        """The models that are ready and sleep, whose processes are asked; with loading on demand, as that knows."""
+        if self._on_demand is not None:
+            return {name for name in self._seen if self._on_demand.is_sleeping(name)}
+        if time.monotonic() - self._asleep_s > MAX_AGE_S:
+            able = [name for name, folder in self._folders.items() if folder.info is not None]
+            infos = await asyncio.gather(*map(self._asked_again, able))
+            self._asleep = frozenset(name for name, info in zip(able, infos, strict=True) if info and info.is_sleeping)
+            self._asleep_s = time.monotonic()
+        return self._asleep
+
+    async def is_sleeping(self, name: str) -> bool:
+        """Whether a model sleeps; its process is asked, and does not wake."""
+        await self._loaded_folder(name)
+        info = await self._asked_again(name)
+        return info is not None and info.is_sleeping is True
+
+    async def set_sleeping(self, name: str, *, is_sleeping: bool) -> SleepAnswer:
+        """Have a model sleep once no request is in flight, or wake it; with loading on demand, within its limits."""
+        await self._loaded_folder(name)
+        start_s, on_demand = time.monotonic(), self._on_demand
+        if is_sleeping:
+            answer = await self._set_sleeping(name, self._timeout_s, is_sleeping=True)
+        else:
+            slept = on_demand is not None and on_demand.is_sleeping(name)
+            async with self._in_use(name, start_s + self._timeout_s) as use:
+                answer = await self._set_sleeping(name, use.left_s, is_sleeping=False)
+            if slept:  # it woke to be in use
+                answer = dataclasses.replace(answer, seconds=time.monotonic() - start_s)
+        if on_demand is not None:
+            on_demand.note_sleep(name, is_sleeping=answer.is_sleeping)
+        self._asleep_s = -math.inf
+        return answer
+
+    async def _set_sleeping(self, name: str, timeout_s: float, *, is_sleeping: bool) -> SleepAnswer:
+        try:
+            config = await self._read_config(name)
+            answer = await set_sleeping(
+                self._calls, name, config, timeout_s, self._call_headers(), is_sleeping=is_sleeping
+            )
+        except grpc.aio.AioRpcError as error:
+            raise self._error(error) from None
+        except TimeoutError:
+            raise _time_is_up() from None
+        if answer is None:
+            message = f"the model {clip(name)} cannot sleep: its process is of an older release, or of another library"
+            raise ApiError(400, message, param="model", code="cannot_sleep")
+        return answer
+
+    async def _loaded_folder(self, name: str) -> Folder:
+        """The folder of a model whose process runs."""
+        check_model(name)
+        try:
+            if (folder := await self._read_folder(name)) is not None and not folder.stream_of:
+                return folder
+            names = {entry.name for entry in await self._index()}
+        except grpc.aio.AioRpcError as error:
+            raise self._error(error) from None
+        if name in names and folder is None:
+            message = f"the model {clip(name)} is not loaded, so that it neither sleeps nor wakes"
+            raise ApiError(400, message, param="model", code="not_loaded")
+        raise model_not_found(name, self._models)
+
+    async def _asked_again(self, name: str) -> ModelInfo | None:
+        try:
+            config = await self._read_config(name)
+        except grpc.aio.AioRpcError:
+            return None
+        return await self._infos.asked_again(Folder.from_config(name, config), config)
 
     async def folders(self) -> Mapping[str, Folder]:
         """All folders that are ready, stream doors and those without an endpoint here among them, by name."""
@@ -272,7 +348,7 @@ class TritonModels:
         if self._on_demand is None:
             yield Use(name, 0, timeout_s)
             return
-        async with self._on_demand.in_use(name, timeout_s) as use:
+        async with self._on_demand.in_use(name, timeout_s, KEEP_ALIVE_S.get()) as use:
             if self._changes.get(name) != use.change:
                 self._infos.forget(name)
                 await self._refresh()
@@ -333,15 +409,17 @@ class TritonModels:
 
     async def _read_folder(self, name: str) -> Folder | None:
         try:
-            answer = await self._stub.ModelConfig(
-                service_pb2.ModelConfigRequest(name=name), timeout=CONTROL_TIMEOUT_S, metadata=self._headers
-            )
+            config = await self._read_config(name)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNAVAILABLE and not says(error.details(), "unknown_model"):
                 raise
             return None  # unloaded meanwhile
-        folder = Folder.from_config(name, answer.config)
-        return dataclasses.replace(folder, info=await self._infos.of(folder, answer.config))
+        folder = Folder.from_config(name, config)
+        return dataclasses.replace(folder, info=await self._infos.of(folder, config))
+
+    async def _read_config(self, name: str) -> Any:
+        request = service_pb2.ModelConfigRequest(name=name)
+        return (await self._stub.ModelConfig(request, timeout=CONTROL_TIMEOUT_S, metadata=self._headers)).config
 
     async def generate(self, generation: Generation | TextRequest) -> Outputs:
         """Generate or encode, and return the whole response. Cancelling the task cancels the request."""

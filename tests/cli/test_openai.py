@@ -247,8 +247,9 @@ REFUSALS = {
     "openai --keep-alive=10m": "--keep-alive needs --on-demand",
     "openai --max-loaded=2": "--max-loaded needs --on-demand",
     "openai --on-demand --max-loaded=0": "--max-loaded must be an integer >= 1 and <= 2147483647, got '0'",
-    "openai --on-demand --keep-alive=soon": "--keep-alive must be a duration such as 30s, 10m or 1h, 0 (unload",
-    "openai --on-demand --keep-alive=-2": "or -1 (for ever), got '-2'",
+    "openai --on-demand --keep-alive=soon": "--keep-alive must be a duration such as 30s, 10m or 1h, 0 (at once)",
+    "openai --on-demand --keep-alive=1h:30": "or -1 (for ever), got '1h:30'",
+    "openai --sleep": "--sleep needs --on-demand",
     "openai --on-demand --workers=2": "--on-demand needs one worker, got 2",
     "openai --allow-origin=chat.example.com": "--allow-origin must be * or an origin such as https://chat.example.com",
     "openai --allow-origin=https://a.example/": "--allow-origin must be * or an origin such as https://chat.example.com",
@@ -295,7 +296,7 @@ def test_options_and_config_are_the_same(tmp_path: Path) -> None:
         "triton": "triton:1", "host": "0.0.0.0", "port": 1, "api_key_file": tmp_path / "keys",
         "allowed_origins": ("https://a.example", "https://b.example"), "timeout_s": 1.5, "workers": 2,
     }  # fmt: skip
-    on_demand = {"on_demand": True, "keep_alive": "90s", "max_loaded": 2, "triton_metrics": "a:8002"}
+    on_demand = {"on_demand": True, "keep_alive": "90s", "max_loaded": 2, "sleep": True, "triton_metrics": "a:8002"}
     for config in (GatewayConfig(), *map(GatewayConfig.model_validate, (changed, on_demand))):
         context: click.Context = openai.make_context("openai", as_arguments(config))
         assert read_config(ALONE, context.params) == config

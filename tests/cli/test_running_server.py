@@ -124,6 +124,16 @@ def test_load_and_unload(server: TritonServer) -> None:
         assert [server.is_model_ready(name) for name in ("demo", "demo_stream")] == [is_ready] * 2
 
 
+def test_a_model_answers_the_same_after_its_sleep(server: TritonServer) -> None:
+    run(server, "load", "demo")
+    text = run(server, "generate", "demo", "The model", "--max-tokens=8").stdout
+    slept = run(server, "sleep", "demo")
+    assert re.fullmatch(r"demo sleeps after \d+\.\d\d s; it gave [\d.]+ \w+ back\.\n", slept.stdout), slept.stderr
+    assert "demo\t1\tASLEEP" in run(server, "list").stdout
+    assert run(server, "generate", "demo", "The model", "--max-tokens=8").stdout == text
+    assert run(server, "wake", "demo").stdout == "demo was awake already.\n"
+
+
 def test_unload_waits_for_requests_in_flight(server: TritonServer) -> None:
     run(server, "load", "slow")
     command = [COMMAND, "generate", "slow", "Hello", "--max-tokens=20", "--param=ignore_eos=true"]

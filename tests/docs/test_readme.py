@@ -248,6 +248,7 @@ def run_python(server: TritonServer, block: str, capsys: pytest.CaptureFixture[s
     return capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_the_python_client_gets_its_outputs(demo: TritonServer, capsys: pytest.CaptureFixture[str]) -> None:
     [block] = [block for block in python_blocks(port="8000") if "finish_reason" in block]
     texts, reasons = run_python(demo, block, capsys).split("] [")
@@ -256,16 +257,19 @@ def test_the_python_client_gets_its_outputs(demo: TritonServer, capsys: pytest.C
     assert reasons.count("length") == 2
 
 
+@pytest.mark.full
 def test_the_python_chat_answers(demo: TritonServer, capsys: pytest.CaptureFixture[str]) -> None:
     [block] = [block for block in python_blocks(port="8000") if "messages" in block]
     assert len(run_python(demo, block, capsys)) > 10
 
 
+@pytest.mark.full
 def test_the_python_schema_is_followed(demo: TritonServer, capsys: pytest.CaptureFixture[str]) -> None:
     [block] = [block for block in python_blocks(port="8000") if "guided_json" in block]
     assert re.fullmatch(r"\{'city': '(Rome|Oslo)', 'days': [1-9]\}\n", run_python(demo, block, capsys))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("line", curls("demo", "messages"))
 def test_the_chat_works(demo: TritonServer, line: str) -> None:
     assert len(json.loads(run(demo, line))["text_output"]) > 10
@@ -310,6 +314,7 @@ def texts_of(answer: object) -> list[str]:
     return [text for value in values for text in texts_of(value)]
 
 
+@pytest.mark.full
 def test_openai_client_gets_an_answer(demo: TritonServer, gateway: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = python_blocks(port="9000")
     assert len(found) == 4
@@ -317,20 +322,24 @@ def test_openai_client_gets_an_answer(demo: TritonServer, gateway: str, capsys: 
         assert len(run_python(demo, block.replace("localhost:9000", gateway), capsys)) > 10
 
 
+@pytest.mark.full
 def test_the_stream_has_several_pieces(demo: TritonServer) -> None:
     assert len(stream_pieces(demo)) > 1
 
 
+@pytest.mark.full
 def test_the_stream_door_streams(demo: TritonServer) -> None:
     [line] = curls("demo_stream", "text_input")
     assert run(demo, line).count("data: ") > 1
 
 
+@pytest.mark.full
 def test_the_python_client_gets_the_pieces(demo: TritonServer, capsys: pytest.CaptureFixture[str]) -> None:
     [block] = python_blocks(port="8001")
     assert run_python(demo, block, capsys) == "".join(stream_pieces(demo))
 
 
+@pytest.mark.full
 def test_a_request_cancels_another(demo: TritonServer) -> None:
     [block] = [block for block in blocks("bash") if '"cancel":true' in block]
     for _ in range(5):  # on a busy machine the second request may overtake the first
@@ -341,6 +350,7 @@ def test_a_request_cancels_another(demo: TritonServer) -> None:
     pytest.fail(responses)
 
 
+@pytest.mark.full
 def test_the_answer_shown_is_the_answer_given(demo: TritonServer) -> None:
     shown = json.loads(blocks("json", README)[0])
     assert post(demo, "/v2/models/demo/generate", {"text_input": "How can you be"}).json() == shown

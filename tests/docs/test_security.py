@@ -51,7 +51,7 @@ HELD_BY = {
     "pixels and seconds are bounded": "unit/test_audio.py::test_hours_of_silence_are_refused_before_they_are_read",
     "path without its query": "openai/test_security.py::test_log_has_no_prompt_no_key_and_no_query",
     "no access token in an error": "server/test_hub_errors.py::test_access_token_is_in_no_log_and_no_answer",
-    "all bodies in a worker": "openai/test_bodies.py::test_half_sent_bodies_hold_no_more_than_the_limit",
+    "all bodies in a worker": "cli/test_bodies.py::test_half_sent_bodies_hold_no_more_than_the_limit",
     "values of a JSON body": "unit/test_bodies.py::test_body_of_too_many_values_is_refused",
     "requests in flight in a worker": "openai/test_security.py::test_requests_beyond_the_limit_are_told_to_come_again",
     "time for its answer": "openai/test_security.py::test_request_that_takes_too_long_ends_with_504",

@@ -4,12 +4,13 @@
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import ANY, Mock
 
 import pytest
 import torch
 
 from hf_triton.engine import worker as module
+from hf_triton.engine.protocols import Nap
 from hf_triton.engine.worker import Worker
 from hf_triton.errors import HfTritonError, RequestError
 from tests.support.groups import Work
@@ -18,12 +19,15 @@ from tests.support.groups import Work
 class Echo(Worker[Work]):
     """Finishes one group a step with its name, once `may_step` is set."""
 
-    def __init__(self, device: str = "cpu", on_fatal: Callable[[], None] = lambda: None, **options: float) -> None:
+    def __init__(self, device: str = "cpu", on_fatal: Callable[[], None] = lambda: None, **options: Any) -> None:
         super().__init__(torch.device(device), on_fatal, **options)
         self.may_step, self.has_begun, self.was_released = threading.Event(), threading.Event(), threading.Event()
         self.may_step.set()
         self.compute: Callable[[Work], str] = lambda group: group.name
         self._running: list[Work] = []
+        self.changes: list[str] = []
+        self.fail_to_sleep: Callable[[], None] = lambda: None
+        self.fail_to_wake: Callable[[], None] = lambda: None
         self.thread.start()
 
     def admission_error(self, group: Work) -> HfTritonError | None:
@@ -42,6 +46,14 @@ class Echo(Worker[Work]):
 
     def release(self) -> None:
         self.was_released.set()
+
+    def sleep(self) -> None:
+        self.changes.append("sleep")
+        self.fail_to_sleep()
+
+    def wake(self) -> None:
+        self.changes.append("wake")
+        self.fail_to_wake()
 
 
 StartWorker = Callable[..., Echo]
@@ -170,3 +182,133 @@ def test_the_gpu_of_the_model_is_current_in_the_thread(start: StartWorker, monke
     for device in ("cpu", "cuda:1"):
         start(device=device).close()
     assert chosen == [("hf_triton-engine", torch.device("cuda:1"))]
+
+
+def turn(worker: Echo, is_sleeping: bool) -> Nap:
+    return worker.set_sleeping(is_sleeping).result(60)
+
+
+def test_a_worker_sleeps_when_its_work_is_done_and_wakes_for_more(start: StartWorker) -> None:
+    worker, groups = start(), [Work(name) for name in "abc"]
+    worker.may_step.clear()
+    worker.submit(groups)
+    nap = worker.set_sleeping(True)
+    assert worker.has_begun.wait(60)
+    assert not nap.done()
+    worker.may_step.set()
+    assert nap.result(60).is_sleeping
+    assert all(group.is_answered.is_set() for group in groups)
+    assert turn(worker, True) == Nap(is_sleeping=True), "it slept already"
+    assert worker.is_healthy()
+    late = Work("late")
+    worker.submit([late])
+    assert late.result() == "late"
+    assert not worker.is_sleeping
+    assert turn(worker, False) == Nap(is_sleeping=False)
+    assert worker.changes == ["sleep", "wake"]
+
+
+@pytest.mark.parametrize("why", ["work", "wake"])
+def test_what_comes_before_a_worker_sleeps_keeps_it_awake(why: str, start: StartWorker) -> None:
+    worker, groups = start(), [Work("a"), Work("b")]
+    worker.may_step.clear()
+    worker.submit(groups[:1])
+    assert worker.has_begun.wait(60)
+    nap = worker.set_sleeping(True)
+    if why == "work":
+        worker.submit(groups[1:])
+    else:
+        assert turn(worker, False) == Nap(is_sleeping=False)
+    assert nap.result(60) == Nap(is_sleeping=False), "at once"
+    worker.may_step.set()
+    assert groups[0].result() == "a"
+    assert worker.changes == []
+
+
+def test_a_call_that_was_withdrawn_puts_no_worker_to_sleep(start: StartWorker) -> None:
+    worker, group = start(), Work("a")
+    worker.may_step.clear()
+    worker.submit([group])
+    naps = [worker.set_sleeping(True) for _ in range(3)]
+    assert all(nap.cancel() for nap in naps)
+    worker.may_step.set()
+    assert group.result() == "a"
+    worker.thread.join(0.1)
+    assert (worker.changes, worker.is_healthy()) == ([], True)
+    assert turn(worker, True).is_sleeping
+    worker.set_sleeping(False).cancel()
+    assert turn(worker, False) == Nap(is_sleeping=False, seconds=ANY)
+
+
+def test_a_worker_that_cannot_fall_asleep_wakes(start: StartWorker) -> None:
+    worker, group = start(), Work("a")
+    worker.fail_to_sleep = raises(MemoryError())
+    with pytest.raises(HfTritonError, match="too little memory for falling asleep"):
+        turn(worker, True)
+    worker.submit([group])
+    assert group.result() == "a"
+    assert worker.changes == ["sleep", "wake"]
+    assert turn(worker, False) == Nap(is_sleeping=False)
+
+
+def test_a_worker_that_cannot_wake_refuses_what_waits_and_tries_again(start: StartWorker) -> None:
+    worker, groups = start(), [Work(name) for name in "abc"]
+    turn(worker, True)
+    worker.fail_to_wake = raises(MemoryError())
+    worker.submit(groups[:1])
+    assert groups[0].result() == "out_of_memory"
+    with pytest.raises(HfTritonError, match="too little memory for waking"):
+        turn(worker, False)
+    worker.fail_to_wake = raises(ValueError())
+    worker.submit(groups[1:2])
+    assert groups[1].result() == "internal"
+    assert worker.is_sleeping
+    worker.fail_to_wake = lambda: None
+    worker.submit(groups[2:])
+    assert groups[2].result() == "c"
+    assert worker.changes == ["sleep", *["wake", "sleep"] * 3, "wake"]
+
+
+def test_a_lost_device_ends_a_worker_that_sleeps(start: StartWorker) -> None:
+    on_fatal, group = Mock(), Work("a")
+    worker = start(on_fatal=on_fatal)
+    turn(worker, True)
+    worker.fail_to_wake = raises(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    worker.submit([group])
+    assert group.result() == "engine_failed"
+    worker.thread.join(60)
+    on_fatal.assert_called_once()
+    with pytest.raises(HfTritonError, match="the engine stopped"):
+        turn(worker, False)
+
+
+def test_a_worker_closes_while_it_sleeps_or_is_to(start: StartWorker) -> None:
+    asleep, busy, group = start(), start(), Work("a")
+    turn(asleep, True)
+    asleep.close()
+    with pytest.raises(HfTritonError):
+        turn(asleep, False)
+    busy.may_step.clear()
+    busy.submit([group])
+    nap = busy.set_sleeping(True)
+    closing = threading.Thread(target=busy.close)
+    closing.start()
+    while busy.is_healthy():
+        pass
+    busy.may_step.set()
+    closing.join()
+    with pytest.raises(HfTritonError):
+        nap.result(60)
+
+
+def test_a_worker_that_another_thread_needs_stays_awake(start: StartWorker) -> None:
+    worker = start()
+    turn(worker, True)
+    with worker.kept_awake():
+        assert not worker.is_sleeping
+        nap = worker.set_sleeping(True)
+        groups = [Work("a")]
+    assert nap.result(60).is_sleeping
+    worker.submit(groups)
+    assert groups[0].result() == "a"
+    assert worker.changes == ["sleep", "wake"] * 2

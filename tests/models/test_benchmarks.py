@@ -14,6 +14,8 @@ from click.testing import CliRunner
 from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.options import EngineOptions
 from hf_triton.errors import HfTritonError
+from hf_triton.testing import build_tiny_checkpoint
+from tests.support.reference import load_reference
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if "\nif __name__ ==" in path.read_text(encoding="utf-8"))
@@ -40,11 +42,12 @@ def test_the_engine_is_measured_beside_generate_and_a_bare_loop(benchmark: Modul
 
 
 @pytest.mark.parametrize("benchmark", ["engine"], indirect=True)
-def test_a_failed_request_is_no_figure(benchmark: ModuleType) -> None:
-    engine = ContinuousBatchingEngine(benchmark.build_model(), EngineOptions(max_num_seqs=2, max_cache_tokens=128))
+def test_a_failed_request_is_no_figure(benchmark: ModuleType, tmp_path: Path) -> None:
+    model = load_reference(build_tiny_checkpoint(tmp_path, "llama")).model
+    engine = ContinuousBatchingEngine(model, EngineOptions(max_num_seqs=2, max_cache_tokens=128))
     try:
         with pytest.raises(HfTritonError, match="max_cache_tokens"):
-            benchmark.run_requests(engine, [([1, 2, 3], 4), ([1] * 300, 4)], 2)
+            benchmark.run_requests(engine, [([1, 2, 3], 4), ([1] * 200, 4)], 2)
     finally:
         engine.close()
 

@@ -8,10 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import anthropic
 import openai
 import pytest
-from transformers import AutoTokenizer
 
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from hf_triton_gateway.gateway_config import GatewayConfig
@@ -40,6 +38,8 @@ def triton(tmp_path_factory: pytest.TempPathFactory, make_folder: Callable[..., 
 
     `bare` has the tokens of Qwen's coders for what is filled in.
     """
+    from transformers import AutoTokenizer
+
     root = tmp_path_factory.mktemp("openai")
     checkpoint, repository = build_chat_checkpoint(root / "chat"), root / "repository"
     add_demo(repository)
@@ -170,6 +170,8 @@ def responses(openai_agent: openai.OpenAI) -> Any:
 
 @pytest.fixture(scope="package")
 def messages(agents: GatewayThread) -> Iterator[Any]:
+    import anthropic  # its import takes seconds
+
     with anthropic.Anthropic(base_url=agents.url, api_key="none", max_retries=0, timeout=60) as connected:
         yield connected.messages
 

@@ -11,5 +11,6 @@ if [ "$(id -u)" -ne 0 ] || ! command -v apt-get > /dev/null; then
     exit 1
 fi
 export DEBIAN_FRONTEND=noninteractive
+exec 9< /var/lib/dpkg && flock 9 # the other set-up may run beside this one
 apt-get update -q
 apt-get install -q -y --no-install-recommends chromium

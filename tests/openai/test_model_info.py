@@ -10,12 +10,13 @@ import httpx
 import pytest
 from tritonclient.grpc import model_config_pb2
 
-from hf_triton.protocol.model_info import ModelInfo
+from hf_triton.protocol.model_info import MODEL_INFO, ModelInfo
+from hf_triton.protocol.sleep import SleepAnswer
 from hf_triton.testing import TritonServer
 from hf_triton_gateway.http import hints
 from hf_triton_gateway.triton.calls import Calls
 from hf_triton_gateway.triton.endpoint import Endpoint
-from hf_triton_gateway.triton.model_infos import RETRY_S, ModelInfos, info_request
+from hf_triton_gateway.triton.model_infos import RETRY_S, ModelInfos, control_request
 from hf_triton_gateway.triton.triton_messages import Folder
 from hf_triton_gateway.triton.triton_models import TritonModels
 from tests.support.gateway import GatewayThread, wait_until
@@ -26,7 +27,7 @@ HELLO = [{"role": "user", "content": "Hello!"}]
 
 def num_requests(server: TritonServer, name: str) -> dict[str, float]:
     lines = httpx.get(server.metrics_url).text.splitlines()
-    counted = (line for line in lines if line.startswith("hf_triton_requests") and f'model="{name}"' in line)
+    counted = (line for line in lines if line.startswith("hf_triton_requests_total{") and f'model="{name}"' in line)
     return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in counted}
 
 
@@ -61,6 +62,44 @@ def test_asking_is_no_request(triton: TritonServer) -> None:
         ask(triton, "tiny")
     httpx.post(f"{triton.http_url}/v2/models/tiny/generate", json={"text_input": "a", "max_tokens": 1}, timeout=60)
     wait_until(lambda: sum(num_requests(triton, "tiny").values()) == sum(before.values()) + 1)
+
+
+def test_a_model_sleeps_until_a_request_wakes_it(triton: TritonServer) -> None:
+    def infer(**parameters: Any) -> Any:
+        body = {"inputs": [], "parameters": parameters}
+        answer = httpx.post(f"{triton.http_url}/v2/models/tiny/infer", json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["outputs"][0]["data"][0]
+
+    def generate() -> str:
+        body = {"text_input": "one two", "max_tokens": 8, "temperature": 1.0, "seed": 5}
+        answer = httpx.post(f"{triton.http_url}/v2/models/tiny/generate", json=body, timeout=60)
+        return str(answer.json()["text_output"])
+
+    def gauge() -> str:
+        lines = httpx.get(triton.metrics_url).text.splitlines()
+        [line] = [line for line in lines if line.startswith("hf_triton_sleeping{") and 'model="tiny"' in line]
+        return line.rpartition(" ")[2]
+
+    num_before = sum(num_requests(triton, "tiny").values())
+    text = generate()
+    wait_until(lambda: sum(num_requests(triton, "tiny").values()) > num_before)
+    before = num_requests(triton, "tiny")
+    answer = SleepAnswer.from_json(infer(sleep=True))
+    assert answer.is_sleeping
+    assert answer.seconds > 0
+    assert SleepAnswer.from_json(infer(sleep=True)) == SleepAnswer(is_sleeping=True)
+    assert json.loads(infer(tokenizer_request='{"text": "one"}'))
+    assert ask(triton, "tiny").is_sleeping is True
+    wait_until(lambda: gauge() == "1")
+    assert httpx.get(f"{triton.http_url}/v2/models/tiny/ready").status_code == 200
+    assert num_requests(triton, "tiny") == before, "none of these is one"
+    assert generate() == text
+    assert ask(triton, "tiny").is_sleeping is False
+    wait_until(lambda: gauge() == "0")
+    infer(sleep=True)
+    assert SleepAnswer.from_json(infer(sleep=False)).is_sleeping is False
+    assert generate() == text
 
 
 def test_a_busy_model_answers(triton: TritonServer, gateway: GatewayThread) -> None:
@@ -132,17 +171,17 @@ SEED: dict[str, Any] = {"name": "seed", "data_type": "TYPE_INT64", "dims": [1]}
     ids=["optional", "a batch", "required", "required in a batch"],
 )
 def test_what_triton_demands_is_sent(given: Any, shapes: dict[str, list[int]]) -> None:
-    request = info_request("m", given)
+    request = control_request("m", given, MODEL_INFO)
     assert {each.name: list(each.shape) for each in request.inputs} == shapes
     sizes = {"text_input": 4, "seed": 8}
     assert [len(content) for content in request.raw_input_contents] == [sizes[name] for name in shapes]
 
 
 def test_folders_of_other_libraries_are_not_asked() -> None:
-    assert info_request("m", config(TEXT, backend="vllm")) is None
+    assert control_request("m", config(TEXT, backend="vllm"), MODEL_INFO) is None
     alone = config(TEXT)
     del alone.output[:]
-    assert info_request("m", alone) is None
+    assert control_request("m", alone, MODEL_INFO) is None
 
 
 class Stub:

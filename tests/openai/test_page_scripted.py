@@ -28,7 +28,7 @@ TASKS = {
     "reranker": "rerank",
 }
 MODELS: dict[str, Any] = {"data": [{"id": name, "task": task, "max_model_len": 100} for name, task in TASKS.items()]}
-MODELS["data"].append({"id": "blind", "task": "text-generation", "images": "no"})
+MODELS["data"].append({"id": "blind", "task": "text-generation", "images": "no", "sleeping": True})
 GIVE = """([type, name, mimeType, text]) => {
     const data = new DataTransfer();
     const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
@@ -305,6 +305,15 @@ def test_who_takes_no_images_says_so(chat: Chat) -> None:
     give(chat, "paste", "two.png", png(2))
     expect(chat.page.locator("#note")).to_have_text("The model blind takes no images.")
     assert chat.bodies() == []
+
+
+def test_a_model_that_sleeps_says_so_until_it_is_asked(chat: Chat) -> None:
+    chooser = chat.page.get_by_label("Model")
+    expect(chooser).to_contain_text("blind (sleeps)")
+    chooser.select_option("blind")
+    chat.script(delta(content="Awake."))
+    chat.ask("Hi")
+    expect(chooser).not_to_contain_text("(sleeps)")
 
 
 def test_a_long_request_is_copied_as_curl(chat: Chat) -> None:

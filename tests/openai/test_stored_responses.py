@@ -100,6 +100,7 @@ def test_a_wrong_page_is_refused(client: openai.OpenAI, query: dict[str, Any], s
     assert error.value.body["message"] == sentence  # type: ignore[index]
 
 
+@pytest.mark.full
 def test_a_call_of_a_tool_is_answered_by_its_output_alone(openai_agent: openai.OpenAI) -> None:
     call = openai_agent.responses.create(
         input="Rain?", tools=[TOOL], tool_choice={"type": "function", "name": "weather"}, **{**ASKED, "model": "free"}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model that sees, served without a server: from a chat with image files to the tokens of its answer."""
+"""A model that writes, served without a server: from a prompt, or a chat with image files, to its answer."""
 
 import json
 from collections.abc import Sequence
@@ -15,6 +15,7 @@ from hf_triton.protocol.parameters import GenerationParameters
 from hf_triton.protocol.request_options import RequestOptions
 from hf_triton.protocol.requests import GenerationRequest
 from hf_triton.settings import ModelSettings
+from hf_triton.tasks.checked_hooks import checked_load
 from hf_triton.tasks.hooks import Hooks
 from hf_triton.tasks.text_generation.service import build_text_generation
 from tests.support.collector import Collector, config_of
@@ -26,13 +27,15 @@ WAIT_S = 60.0
 class Served:
     """The task of a checkpoint; closed by `close`."""
 
-    def __init__(self, folder: Path, observer: Observer | None = None, **settings: Any) -> None:
+    def __init__(
+        self, folder: Path, observer: Observer | None = None, hooks: Hooks | None = None, **settings: Any
+    ) -> None:
         chosen = ModelSettings(huggingface_model=str(folder), **settings)
-        hub = Hub(folder, chosen, {})
+        hub, hooks = Hub(folder, chosen, {}), hooks or Hooks()
         self.task = build_text_generation(
-            load_checkpoint(hub, chosen, Placement("CPU", 0)),
+            checked_load(hooks, load_checkpoint(hub, chosen, Placement("CPU", 0))),
             chosen,
-            Hooks(),
+            hooks,
             hub,
             chat_template=None,
             on_fatal=lambda: None,

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-from hf_triton.server import free_shared_memory
+from hf_triton.model_process import free_shared_memory
 from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from hf_triton_gateway.gateway_config import GatewayConfig
 from tests.support.gateway import GatewayThread

@@ -119,6 +119,9 @@ class OnDevice(torch.Tensor):
     def data_ptr(self) -> int:
         return self.numbers.data_ptr()
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.numbers.untyped_storage()
+
     def tolist(self) -> Any:  # which torch does not do for classes of others
         return self.cpu().tolist()
 

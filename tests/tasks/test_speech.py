@@ -111,10 +111,11 @@ def test_words_of_very_short_audio_are_within_it(served: Served) -> None:
             assert 0 <= start_s <= end_s <= num_samples / RATE + 0.001
 
 
-@pytest.mark.parametrize("temperature", [5e-324, 1e-45, 1e-9])
-def test_a_temperature_that_no_score_bears_is_greedy(served: Served, temperature: float) -> None:
+def test_a_temperature_that_no_score_bears_is_greedy(served: Served) -> None:
     data = encode(SHORT[1])
-    assert served.json(data, temperature=temperature) == served.json(data, temperature=0)
+    greedy = served.json(data, temperature=0)
+    for temperature in (5e-324, 1e-45, 1e-9):
+        assert served.json(data, temperature=temperature) == greedy
 
 
 def test_an_initial_prompt_is_that_of_transformers(served: Served) -> None:
@@ -128,14 +129,15 @@ def test_an_initial_prompt_is_that_of_transformers(served: Served) -> None:
 
 
 def test_audio_in_company_is_as_alone(served: Served) -> None:
-    files = [encode(samples, subtype="FLOAT") for samples in (*SHORT, *LONG)]
+    files = [encode(samples, subtype="FLOAT") for samples in (*SHORT[1:], *LONG[:2])]
     alone = [served.json(file, return_timestamps=True)[0] for file in files]
     assert served.json(*files, return_timestamps=True) == alone
-    requests = [Asked([file], return_timestamps=True) for file in files * 2]
+    requests = [Asked([file], return_timestamps=True) for file in (*files, *files[:3])]
     others = [Asked([file], language="fr") for file in files[:3]]
     for request in (*requests, *others):
         served.start(request)
-    assert [request.wait()["text"][0].decode() for request in requests] == [each["text"] for each in alone * 2]
+    texts = [request.wait()["text"][0].decode() for request in requests]
+    assert texts == [each["text"] for each in (*alone, *alone[:3])]
     for request in others:
         assert request.wait()["language"][0] == b"fr"
 

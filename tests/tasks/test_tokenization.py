@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hf_triton.engine.protocols import Nap
 from hf_triton.errors import LoadError, RequestError
 from hf_triton.hub.checkpoint import Placement, load_checkpoint
 from hf_triton.hub.locate import Hub
@@ -16,6 +17,7 @@ from hf_triton.protocol.tensor_values import Array, encode_strings
 from hf_triton.protocol.token_rows import TOKEN_INPUTS
 from hf_triton.settings import ModelSettings
 from hf_triton.tasks.embeddings import Embeddings
+from hf_triton.tasks.encoder_service import NoEngine
 from hf_triton.tasks.rerank import Rerank
 from hf_triton.tasks.text_classification import TextClassification
 from hf_triton.tasks.tokenization import Tokenization
@@ -123,3 +125,11 @@ def test_tokens_that_cannot_be_used_are_refused(case: str, serve_task: Callable[
     with pytest.raises(RequestError) as refusal:
         served.ask(inputs)
     assert sentence in str(refusal.value)
+
+
+def test_a_folder_without_weights_sleeps_until_its_next_request() -> None:
+    engine = NoEngine()
+    assert engine.set_sleeping(True).result() == Nap(is_sleeping=True)
+    assert engine.is_sleeping
+    engine.submit([])
+    assert not engine.is_sleeping

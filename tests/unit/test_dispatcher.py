@@ -1,19 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dispatcher of a folder: what has been started for it is closed in order, whatever fails."""
+"""The dispatcher of a folder: what it starts is closed in order, whatever fails, and what it waits for is withdrawn."""
 
 from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
 from hf_triton import model
 from hf_triton.engine.protocols import EngineLoad
+from hf_triton.errors import HfTritonError
+from hf_triton.protocol.sleep import SleepAnswer
 from hf_triton.settings import ModelSettings
 from hf_triton.stream_door.door_server import DoorServer
 from hf_triton.tasks.interface import RequestService, ResponseConfig
 from hf_triton.tasks.serving.inference_request import InferenceRequest
 from hf_triton.tasks.serving.meter import Meter
 from hf_triton.tasks.serving.sender import ResponseSender
+from tests.support.collector import POLLER, Collector
+from tests.support.gateway import wait_until
+from tests.support.sleepy_triton import INFO
 from tests.support.triton_stand_in import Response, stand_in
 
 ORDER = ["sentinel", "drain", "service", "sender", "door", "meter"]
@@ -72,4 +79,43 @@ def test_a_failing_close_leaves_no_other_part_open(failing: list[str], monkeypat
         dispatcher.close()
     assert closed == ORDER
     monkeypatch.undo()
+    sender.close()
+
+
+class Sleeper(Service):
+    """Its work never ends."""
+
+    info = INFO
+
+    def __init__(self) -> None:
+        super().__init__(lambda: None)
+        self.called: Future[SleepAnswer] = Future()
+
+    def set_sleeping(self, is_sleeping: bool) -> Future[SleepAnswer]:
+        return self.called
+
+
+class Nap(Collector):
+    @property
+    def parameters(self) -> dict[str, object]:
+        return {"sleep": True}
+
+
+@pytest.mark.parametrize(("timeout_s", "code"), [(None, "cancelled"), (0.01, "deadline_exceeded")])
+def test_a_call_to_sleep_ends_with_its_request(timeout_s: float | None, code: str) -> None:
+    service, request, sender = Sleeper(), Nap(timeout_s), ResponseSender()
+    with stand_in(Response):
+        from hf_triton.triton_backend.dispatcher import Dispatcher
+
+        config = ResponseConfig(["output"], is_decoupled=False, streams=False, sender=sender)
+        dispatcher = Dispatcher(
+            service, config, poller=POLLER, meter=Meter(), cancel_elsewhere=lambda _: None, closing=ExitStack()
+        )
+        dispatcher.take(request, config)
+        request.asks_whether_cancelled = lambda: timeout_s is None
+        wait_until(service.called.cancelled)
+        dispatcher.close()
+    [error] = request.results
+    assert isinstance(error, HfTritonError)
+    assert error.code == code
     sender.close()

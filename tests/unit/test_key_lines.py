@@ -47,7 +47,7 @@ def test_limits_of_every_key_are_those_that_it_does_not_state() -> None:
     [
         (
             f"{OTHER} {SECRET}",
-            "line 2: word 2 must be a limit, NAME=VALUE; known are concurrent_requests, models, name",
+            "line 2: word 2 must be a limit, NAME=VALUE; known are admin, concurrent_requests, models, name",
         ),
         (f"{OTHER} rate=5 {SECRET}", "line 2: word 2 must be a limit, NAME=VALUE; known are"),
         (f"{OTHER} request_per_minute=5", "word 2 must be a limit, NAME=VALUE, did you mean 'requests_per_minute'?"),

@@ -3,13 +3,14 @@
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 
 import pytest
 
 from hf_triton_gateway.http.api_errors import ApiError
 from hf_triton_gateway.http.gateway_metrics import Metrics
-from hf_triton_gateway.triton.on_demand import RETRY_S, Activity, OnDemand
+from hf_triton_gateway.triton.on_demand import RETRY_S, Activity, OnDemand, Terms
 
 
 class MemoryRepository:
@@ -19,6 +20,7 @@ class MemoryRepository:
         self.models = dict.fromkeys(names, False)
         self.broken: dict[str, ApiError] = {}
         self.direct: dict[str, int] = {}
+        self.own: dict[str, Terms] = {}
         self.log: list[str] = []
         self.gate = asyncio.Event()
         self.gate.set()
@@ -34,7 +36,16 @@ class MemoryRepository:
     async def activity(self) -> Mapping[str, Activity]:
         return {name: Activity(count, 0.0) for name, count in self.direct.items()}
 
-    async def load(self, name: str) -> None:
+    async def terms(self, name: str) -> Terms:
+        return self.own.get(name, Terms())
+
+    def is_sleeping(self, name: str) -> bool:
+        return False
+
+    def note_sleep(self, name: str, *, is_sleeping: bool) -> bool:
+        return False
+
+    async def load(self, name: str) -> str:
         self.log.append(f"load {name}")
         await self.gate.wait()
         await asyncio.sleep(0.001)
@@ -42,11 +53,13 @@ class MemoryRepository:
             raise self.broken[name]
         self.models[name] = True
         self.max_loaded = max(self.max_loaded, sum(self.models.values()))
+        return "loaded"
 
-    async def unload(self, name: str) -> None:
+    async def unload(self, name: str) -> str:
         self.log.append(f"unload {name}")
         await asyncio.sleep(0.001)
         self.models[name] = False
+        return "unloaded"
 
 
 class Clock:
@@ -181,6 +194,65 @@ def test_idle_model_is_unloaded_after_its_time() -> None:
         assert repository.log == ["load a", "unload a"]
 
     run(body, keep_alive_s=60)
+
+
+def test_a_folders_own_time_and_a_requests_shorter_one() -> None:
+    """A folder's `keep_alive` comes before the gateway's; a request's counts until the next, and lengthens none."""
+
+    async def body(on_demand: OnDemand, repository: MemoryRepository, clock: Clock) -> None:
+        repository.own = {"a": Terms(keep_alive_s=10), "b": Terms(keep_alive_s=math.inf)}
+
+        async def check(name: str, expected_s: float, *asked_s: float) -> None:
+            for each in asked_s:
+                async with on_demand.in_use(name, 30.0, each):
+                    pass
+            if expected_s:
+                clock.now_s += expected_s - 0.5
+                await settle(timeout_s=0.02)
+                assert repository.models[name]
+                clock.now_s += 0.5
+            await settle(lambda: not repository.models[name])
+            assert not repository.models[name]
+
+        await check("a", 10, math.inf)
+        await check("a", 5, 5)
+        await check("a", 10, 500)
+        await check("a", 10, 5, math.inf)
+        await check("a", 0, 0)
+        await check("c", 60, math.inf)
+        await check("b", 1000, math.inf, 1000)
+
+    run(body, keep_alive_s=60, max_loaded=3)
+
+
+def test_a_pinned_model_never_leaves() -> None:
+    async def body(on_demand: OnDemand, repository: MemoryRepository, clock: Clock) -> None:
+        repository.own = {"a": Terms(keep_alive_s=1, is_pinned=True)}
+        async with on_demand.in_use("a", 30.0, 0):
+            pass
+        for name in ("b", "c", "b"):
+            clock.now_s += 2
+            await use(on_demand, name)
+        async with held(on_demand, "b"):
+            waiting = asyncio.ensure_future(use(on_demand, "c"))
+            await settle()
+            clock.now_s += 100  # the busy model is drained, though the pinned one is idle
+            await settle()
+        await waiting
+        expected = ["a", "b", "b", "c", "c", "b", "b", "c"]
+        assert [entry.split()[1] for entry in repository.log] == expected
+        repository.own["c"] = Terms(is_pinned=True)
+        clock.now_s += 2
+        await settle()
+        with pytest.raises(ApiError, match="'b' cannot be loaded: the 2 models that --max-loaded allows have") as full:
+            await use(on_demand, "b")
+        assert full.value.status_code == 503
+        repository.own.clear()  # loaded again with another config
+        clock.now_s += 2
+        await settle()
+        await use(on_demand, "b")
+
+    run(body, max_loaded=2)
 
 
 def test_failed_load_answers_each_and_is_not_repeated_at_once() -> None:

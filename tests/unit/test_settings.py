@@ -176,6 +176,10 @@ def test_a_task_has_the_model_of_transformers_pipeline() -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, str], str]] = {
+    "bits in other words": (
+        {"weights": "4bit"},
+        "weights must be one of `auto`, `int8`, `int4`, got '4bit', did you mean 'int4'? (from config.pbtxt)",
+    ),
     "a typo": ({"dtpye": "float16"}, "there is no setting 'dtpye' (from config.pbtxt), did you mean 'dtype'?"),
     "no boolean": ({"allow_pickle": "maybe"}, "allow_pickle must be true or false, got 'maybe' (from config.pbtxt)"),
     "no number": (

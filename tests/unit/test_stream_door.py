@@ -103,12 +103,14 @@ class Engine:
         self.held: list[RemoteRequest] = []
         self.outlets: list[ResponseConfig] = []
         self.outcomes: list[str] = []
+        self.turns: list[bool] = []  # to sleep, or to wake
         self.door = DoorServer(
             name,
             version,
             take=self._take,
             begin_request=lambda: lambda outcome, adapter: self.outcomes.append(outcome),
             poller=POLLER,
+            set_sleeping=self.turns.append,
         )
         self.door.open()
 
@@ -315,6 +317,13 @@ def test_a_cancellation_by_id_reaches_the_requests_of_all_doors(
     wait_until(lambda: own.is_cancelled() and engine.calls[1].is_cancelled())
     assert [each.is_cancelled() for each in engine.calls] == [True, True, False]
     second.close()
+
+
+def test_a_model_s_other_processes_are_told_to_sleep_and_wake(engine: Engine) -> None:
+    for is_sleeping in (True, False):
+        client.sleep_elsewhere(MODEL, is_sleeping)
+        wait_until(lambda is_sleeping=is_sleeping: engine.turns[-1:] == [is_sleeping])
+    assert engine.turns == [True, False]
 
 
 def test_the_requests_of_a_door_that_is_gone_are_cancelled(engine: Engine) -> None:

@@ -48,6 +48,8 @@ EOS_ID = 3
 class Engine:
     """Finishes the sequences in order, at once, with what `outcome` makes of each."""
 
+    is_sleeping = False
+
     def __init__(self, outcome: Callable[[SequenceGroup], Outcome]) -> None:
         self._outcome = outcome
 

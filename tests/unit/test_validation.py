@@ -14,6 +14,7 @@ from hf_triton.protocol.request_options import RequestOptions
 from hf_triton.protocol.validation import (
     MAX_ENTRIES,
     allowed,
+    meanings,
     parse_boolean,
     problems,
     read_integer_keys,
@@ -26,7 +27,7 @@ from hf_triton.settings import ModelSettings
 
 
 class Declared(BaseModel):
-    model_config = ConfigDict(use_attribute_docstrings=True, strict=True)
+    model_config = ConfigDict(strict=True)
 
     name: Annotated[str, annotated_types.MinLen(1)]
     """What it is called."""
@@ -211,6 +212,7 @@ def test_the_table_has_a_row_for_each_field() -> None:
 
 @pytest.mark.parametrize("model", [ChatOptions, GenerationParameters, RequestOptions, ModelSettings])
 def test_every_field_has_a_description_and_a_range(model: type[BaseModel]) -> None:
+    found = meanings(model)
     for name, field in model.model_fields.items():
-        assert len(field.description or "") > 20, name
+        assert len(found.get(name, "")) > 20, name
         assert allowed(field), name

@@ -150,6 +150,10 @@ class AdapterSlots:
             return "its weights are infinite in the model's type of numbers"  # times 0 they would be NaN for all
         return None
 
+    def tensors(self) -> list[torch.Tensor]:
+        """The weights of all slots."""
+        return [matrix for layer in self._layers.values() for matrix in (layer.a, layer.b)]
+
     @property
     def has_any(self) -> bool:
         return bool(self._admitted)

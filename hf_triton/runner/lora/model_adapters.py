@@ -15,7 +15,7 @@ import threading
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,6 +25,7 @@ from typing import Any, Final
 import torch
 
 from hf_triton.errors import CheckpointError, SettingsError
+from hf_triton.runner.float32 import is_small
 from hf_triton.runner.lora.adapter_files import PREFIX, AdapterConfig, read_adapter_config, read_tensors, refuse, short
 from hf_triton.runner.lora.adapter_names import NO_ADAPTER, AdapterNames
 from hf_triton.runner.lora.adapter_plan import TOKENS, AdapterPlan, plan_adapter, split_name
@@ -76,8 +77,15 @@ class Adapters:
         self._numbers = itertools.count(1)
         self._loaded: dict[str, weakref.ref[Adapter]] = {}
         self._slots: AdapterSlots | None = None
+        self.kept_awake: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Entered to change the adapters: an engine that sleeps may have the weights elsewhere, see `Worker`."""
+        self._refusal = ""
         if self._plain != NO_ADAPTER:
             self._hook_layers()
+
+    def refuse_all(self, reason: str) -> None:
+        """Let no adapter be loaded: `reason` is the end of the sentence that says so."""
+        self._refusal = reason
 
     def load(self, folder: Path, name: str = "") -> Adapter:
         """Load an adapter beside the others, and try it. Files are read side by side; adapters come in one by one.
@@ -86,6 +94,8 @@ class Adapters:
             CheckpointError: It is not for this model, or rows cannot choose it; the message is the end of a sentence.
             SettingsError: peft is not installed.
         """
+        if self._refusal:
+            refuse(self._refusal)
         config = read_adapter_config(folder)
         with self._loading:
             max_bytes = 2 * self._num_bytes + SPARE_BYTES
@@ -97,7 +107,7 @@ class Adapters:
         plan = self._plan(config, tensors)
         adapter = Adapter(next(self._numbers), name)
         fault = None
-        with self._changing():
+        with self.kept_awake(), self._changing():
             self._sweep()
             try:
                 self._inject(adapter, config, plan)
@@ -199,6 +209,10 @@ class Adapters:
         """Have no slots: nothing is captured that computes with them."""
         self._slots = None
 
+    def slot_tensors(self) -> list[torch.Tensor]:
+        """The weights in the slots; none if there are no slots."""
+        return [] if self._slots is None else self._slots.tensors()
+
     def _admit(self, key: str, name: str) -> None:
         """Let a loaded adapter have a slot; the log says why not."""
         if self._slots is not None and (reason := self._slots.admit(key, dict(self._layers_of(key)))):
@@ -266,7 +280,7 @@ class Adapters:
             _compute_in(self._model.dtype, self._model.get_submodule(name))
         names: Any = dict.fromkeys(f"{layer}.lora_A" for layer in plan.ranks)
         peft_config = _peft_config(config, plan)
-        few = [layer for layer in self._model.modules() if _has_few_bits(layer)]
+        few = [layer for layer in self._model.modules() if is_small(layer)]
         for layer in few:
             layer.qweight = layer.codes  # peft asks it for the device
         peft_config._register_custom_module(dict.fromkeys(map(type, few), Linear))
@@ -452,11 +466,6 @@ def _compute_in(dtype: torch.dtype, layer: Any) -> None:
     weight = getattr(layer, "weight", None)
     if isinstance(weight, torch.Tensor) and weight.is_floating_point() and weight.dtype.itemsize == 1:
         layer.compute_dtype = dtype
-
-
-def _has_few_bits(layer: Any) -> bool:
-    """Whether it is a linear layer of codes, which peft does not know."""
-    return hasattr(layer, "widened") and hasattr(layer, "in_features")
 
 
 def _own_module(layer: Any) -> Any:

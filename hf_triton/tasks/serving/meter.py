@@ -182,6 +182,7 @@ class MetricsMeter(Meter):
             load = self._load()
             self._totals[metrics.WAITING, "", ""] = load.num_waiting
             self._totals[metrics.RUNNING, "", ""] = load.num_running
+            self._totals[metrics.SLEEPING, "", ""] = load.is_sleeping
             self._totals[metrics.USED_TOKENS, "", ""] = load.num_used_tokens
             self._totals[metrics.MAX_TOKENS, "", ""] = load.max_used_tokens
             usage = min(load.num_used_tokens / load.max_used_tokens, 1.0) if load.max_used_tokens else 0.0

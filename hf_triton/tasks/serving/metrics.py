@@ -55,6 +55,7 @@ WAITING: Final = Metric(
     "hf_triton_prompts_waiting", "gauge", "Prompts in preparation or in the queue, and preempted sequences."
 )
 RUNNING: Final = Metric("hf_triton_rows_running", "gauge", "Running sequences: in prefill, or decoding.")
+SLEEPING: Final = Metric("hf_triton_sleeping", "gauge", "Instances of the model that sleep.")
 QUEUE_TIME: Final = Metric(
     "hf_triton_queue_time_seconds",
     "histogram",
@@ -148,7 +149,7 @@ TOWER_TIME: Final = Metric(
 )
 
 METRICS: Final = (
-    *(REQUESTS, IN_FLIGHT, WAITING, RUNNING),
+    *(REQUESTS, IN_FLIGHT, WAITING, RUNNING, SLEEPING),
     *(QUEUE_TIME, TIME_TO_FIRST_TOKEN, TIME_PER_TOKEN, LATENCY),
     *(PROMPT_TOKENS, GENERATED_TOKENS, SHARED_TOKENS, COMPLETIONS),
     *(IMAGES, IMAGE_TOKENS, TOWER_TIME),

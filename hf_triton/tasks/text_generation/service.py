@@ -32,6 +32,7 @@ from hf_triton.protocol.requests import (
 from hf_triton.runner.gpu_memory import WHOLE_GPU, GpuPart
 from hf_triton.sentence import param
 from hf_triton.settings import ModelSettings
+from hf_triton.start_clock import start_clock
 from hf_triton.tasks.checked_hooks import CheckedHooks
 from hf_triton.tasks.engine_service import EngineService
 from hf_triton.tasks.hooks import Hooks
@@ -255,10 +256,16 @@ def build_text_generation(
     text_to_text = build_text_to_text(settings.task, checkpoint)
     template = _build_chat_template(checkpoint, chat_template, limits.max_prompt_bytes)
     images, sample = _prepare_sample(checkpoint, settings, template)
-    with DeviceContext(checkpoint.model.device) as device:
-        accelerate(checkpoint.model, pack_weights=settings.pack_weights)
-        fuse(checkpoint.model)
+    ranks = checkpoint.ranks
+    loading = contextlib.nullcontext() if ranks is None else ranks.loading()
+    with DeviceContext(checkpoint.model.device) as device, loading:
+        accelerate(checkpoint.model, pack_weights=settings.pack_weights if ranks is None else False)
+        if ranks is None:
+            fuse(checkpoint.model)
+        start_clock.end("kernels")
         adapters = Adapters(checkpoint.model)
+        if ranks is not None:
+            adapters.refuse_all("is not for a model in ranks: leave out tensor_parallel_size")
         store = AdapterStore(adapters, settings.adapters, hub.model_folder, hub.resolve_adapter)
         options = EngineOptions(
             max_num_seqs=device.max_num_seqs if settings.max_num_seqs is None else settings.max_num_seqs,
@@ -268,13 +275,15 @@ def build_text_generation(
             enable_prefix_caching=settings.enable_prefix_caching,
             prefix_state_fraction=settings.prefix_state_fraction,
             prompt_lookup=settings.prompt_lookup,
-            decoding=settings.decoding,
+            decoding="eager" if ranks is not None and settings.decoding == "auto" else settings.decoding,
             adapters=adapters,
+            ranks=ranks,
             on_fatal=on_fatal,
             observer=observer,
             image_sample=sample,
         )
         engine = build_engine(checkpoint.model, settings.engine, options)
+        start_clock.end("engine")
     if not isinstance(images, str) and engine.images == "no":
         images = engine.image_obstacle or FAILED
     if isinstance(images, str):

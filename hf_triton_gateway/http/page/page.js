@@ -42,6 +42,7 @@ function ask({ prompt, images: given = [] }, { instead = false } = {}) {
   followTheEnd(() => addTurn(turn));
   window.scrollTo(0, document.documentElement.scrollHeight);
   run(turn);
+  $("model").selectedOptions[0].textContent = model().id; // one that sleeps wakes
   return true;
 }
 
@@ -255,7 +256,8 @@ async function loadModels() {
   try {
     const chosen = $("model").value || keptModel;
     models = (await listModels(key)).filter(({ task }) => task === "text-generation" || hasForm(task));
-    $("model").replaceChildren(...models.map(({ id }) => new Option(id, id, false, id === chosen)));
+    const label = ({ id, sleeping }) => (sleeping ? `${id} (sleeps)` : id);
+    $("model").replaceChildren(...models.map((each) => new Option(label(each), each.id, false, each.id === chosen)));
     show("problem", models.length ? "" : "The server has no model that is ready for this page. Load one, then reload.");
   } catch (error) {
     if (error.status === 401) askForKey(loadModels);
