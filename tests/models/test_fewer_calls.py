@@ -11,7 +11,7 @@ import torch
 from hf_triton.runner.cpu import grouped_layers, small_layers
 from hf_triton.runner.cpu.fewer_calls import ROTARY, Norm, Rotary, reduce_calls
 from hf_triton.runner.merged import MergedLinear
-from tests.support.architectures import BASE, CONTINUOUS, build
+from tests.support.architectures import BASE, CONTINUOUS, WHOLE, build
 
 TOKENS = torch.tensor([[5, 6, 7, 8, 9]])
 
@@ -28,10 +28,11 @@ def count(model: Any, kind: type) -> int:
 
 @pytest.mark.parametrize(
     ("name", "num_norms"),
-    [("gemma", 5), ("qwen3-moe", 9), ("granite4", 5), ("starcoder2", 0), ("gpt-bigcode", 0)],
+    [("gemma", 5), ("qwen3-moe", 9), ("granite4", 5), ("starcoder2", 0), ("gpt-bigcode", 0), ("falcon-mamba", 3)],
 )
 def test_norms_and_rotary_embeddings_keep_all_bits(name: str, num_norms: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build(*CONTINUOUS[name])
+    architecture = (CONTINUOUS | WHOLE)[name]
+    model = build(*architecture)
     modeling: Any = sys.modules[type(model).__module__]
     if has_rotary := hasattr(modeling, ROTARY):
         function = getattr(modeling, ROTARY)
@@ -42,7 +43,7 @@ def test_norms_and_rotary_embeddings_keep_all_bits(name: str, num_norms: int, mo
     assert isinstance(getattr(modeling, ROTARY, None), Rotary) == has_rotary
     assert torch.equal(logits(model), expected)
     assert torch.equal(logits(copy.deepcopy(model)), expected)
-    half, plain = copy.deepcopy(model).bfloat16(), build(*CONTINUOUS[name]).bfloat16()
+    half, plain = copy.deepcopy(model).bfloat16(), build(*architecture).bfloat16()
     plain.load_state_dict(half.state_dict())
     assert torch.equal(logits(half), logits(plain)), "other dtypes go to the model's own forward"
 

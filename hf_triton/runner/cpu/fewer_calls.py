@@ -20,6 +20,7 @@ from torch import nn
 from hf_triton.runner.faults import described
 from hf_triton.runner.float32 import is_small
 from hf_triton.runner.merged import merge_products
+from hf_triton.runner.norms import find_norm, is_like_norm, random_numbers
 from hf_triton.runner.seen_calls import see_calls
 
 logger = logging.getLogger(__name__)
@@ -53,32 +54,28 @@ class Norm:
     eps: float
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        if states.dtype is not torch.float32 or states.shape[-1:] != self.weight.shape:
-            return self.original(states)  # Falcon-Mamba's have a weight that they do not use, for states of any size
+        if not states.dtype is self.weight.dtype is torch.float32:  # a model may have been cast since
+            return self.original(states)
         return torch.rms_norm(states, self.weight.shape, self.weight, self.eps)
 
 
 def _replace_norm(module: nn.Module) -> bool:
     """Replace a norm of one weight and nothing else; whether it was one."""
-    if any(module.children()):  # which may have hooks
+    if not is_like_norm(module, "cpu") or "forward" in vars(module):
         return False
-    weights = [*module.parameters(), *module.buffers()]
-    if [(each.ndim, each.dtype) for each in weights] != [(1, torch.float32)] or "forward" in vars(module):
-        return False
-    if len(inspect.signature(module.forward).parameters) != 1:  # others have a gate beside the states
-        return False
-    states = _noise(5, len(weights[0])) * torch.tensor(SCALES, device="cpu", dtype=torch.float32)[:, None]
+    (weight,) = module.parameters()
+    if weight.dtype is not torch.float32 or len(inspect.signature(module.forward).parameters) != 1:
+        return False  # others have a gate beside the states
     try:
-        expected = module(states)
-        for eps in {value for value in vars(module).values() if isinstance(value, float)}:
-            for weight in (weights[0], 1 + weights[0]):
-                norm = Norm(module.forward, weight, eps)
-                if torch.equal(norm(states), expected):
-                    module.forward = norm
-                    return True
+        found = find_norm(module, SCALES, torch.equal)
     except Exception as error:  # a module may do anything in its forward
         logger.debug("%s is no norm (%s)", type(module).__name__, described(error))
-    return False
+        return False
+    if found is None:
+        return False
+    (eps, offset), _ = found
+    module.forward = Norm(module.forward, weight if offset == 0 else offset + weight, eps)
+    return True
 
 
 class Rotary:
@@ -109,16 +106,11 @@ def _replace_rotary(module: Any) -> None:
     original = getattr(module, ROTARY, None)
     if original is None or isinstance(original, Rotary):
         return
-    rotary, states = Rotary(original), _noise(2, 8, 3, 16)
+    rotary = Rotary(original)
+    states = random_numbers(2, 8, 3, 16, dtype=torch.float32, device=torch.device("cpu"))
     given = states[:, :6], states[:, 2:4], states[:, 6], states[:, 7]
     try:
         if all(map(torch.equal, original(*given), rotary(*given))):
             setattr(module, ROTARY, rotary)
     except Exception as error:  # a function of the same name that takes other arguments
         logger.debug("%s of %s stays (%s)", ROTARY, module.__name__, described(error))
-
-
-def _noise(*shape: int) -> torch.Tensor:
-    """Numbers of the one type that is replaced; own code may have set another default."""
-    source = torch.Generator("cpu").manual_seed(shape[-1])
-    return torch.randn(*shape, generator=source, device="cpu", dtype=torch.float32)

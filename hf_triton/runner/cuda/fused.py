@@ -24,10 +24,11 @@ from torch.nn import functional
 
 from hf_triton.runner.cuda.early_writes import rotate, write_early
 from hf_triton.runner.cuda.fused_layers import fuse_layers
-from hf_triton.runner.cuda.fused_norms import Forward, build_norm, is_like_norm, random_numbers
+from hf_triton.runner.cuda.fused_norms import Forward, build_norm
 from hf_triton.runner.cuda.fused_operations import gelu_mul, is_usable, rotary, silu_mul, writes_early
 from hf_triton.runner.faults import described
 from hf_triton.runner.merged import merge_products
+from hf_triton.runner.norms import is_like_norm, random_numbers
 from hf_triton.runner.numerics import agree
 from hf_triton.runner.seen_calls import see_calls
 
@@ -75,7 +76,7 @@ def _replace_forward(module: nn.Module, dtype: torch.dtype) -> str | None:
     """Replace a norm's or a gate's forward; what was replaced, None: nothing."""
     name = "_old_forward" if hasattr(module, "_hf_hook") else "forward"  # accelerate's hooks stay around it
     original = getattr(module, name)
-    build = build_norm if is_like_norm(module) else _build_gate if hasattr(module, "down_proj") else None
+    build = build_norm if is_like_norm(module, "cuda") else _build_gate if hasattr(module, "down_proj") else None
     if build is None or len(inspect.signature(original).parameters) != 1:
         return None
     trial = build(module, dtype, original)

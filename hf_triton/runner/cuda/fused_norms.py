@@ -9,22 +9,16 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.func import functional_call
 from torch.nn import functional
 
 from hf_triton.runner.cuda.fused_operations import is_usable, rms_norm
+from hf_triton.runner.norms import find_norm
 from hf_triton.runner.numerics import agree
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
 SCALES: Final = 1.0, 30.0, 1e-3
 """A norm's random rows are so large; the mean square of the last is about as large as its eps."""
-
-
-def random_numbers(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The same at every call."""
-    numbers = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    return numbers.to(dtype).to(device)
 
 
 def forward_of(module: Any) -> Any:
@@ -61,23 +55,12 @@ class FusedNorm:
         self.kept = states, normed
 
 
-def is_like_norm(module: nn.Module) -> bool:
-    """Whether a module has one weight of one dimension on a GPU, and nothing else."""
-    parameters = [each for each in module._parameters.values() if each is not None]
-    others = [*module.children(), *(each for each in module._buffers.values() if each is not None)]
-    return not others and [(each.ndim, each.device.type) for each in parameters] == [(1, "cuda")]
-
-
 def build_norm(module: nn.Module, dtype: torch.dtype, original: Forward) -> tuple[FusedNorm, torch.Tensor] | None:
-    """The replacement and states to compare it with; a random weight in 32 bits tells what the module computes."""
-    ((name, weight),) = module.named_parameters()
-    trial = random_numbers(len(weight), dtype=torch.float32, device=weight.device)
-    states = torch.stack([trial.roll(number + 1) * scale for number, scale in enumerate(SCALES)])
-    expected = functional_call(module, {name: trial}, (states,))
-    for eps in {value for value in vars(module).values() if isinstance(value, float)}:
-        for offset in (0, 1):
-            if agree(expected, functional.rms_norm(states, trial.shape, offset + trial, eps)):
-                total = weight if offset == 0 else offset + weight.float()
-                is_right = total.dtype == dtype or is_usable(weight.device, dtype)
-                return (FusedNorm(original, total, eps, dtype), states.to(dtype)) if is_right else None
-    return None
+    """The replacement and states to compare it with."""
+    (weight,) = module.parameters()
+    if (found := find_norm(module, SCALES, agree)) is None:
+        return None
+    (eps, offset), states = found
+    total = weight if offset == 0 else offset + weight.float()
+    is_right = total.dtype == dtype or is_usable(weight.device, dtype)
+    return (FusedNorm(original, total, eps, dtype), states.to(dtype)) if is_right else None
