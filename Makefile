@@ -16,10 +16,11 @@ OPENAI_PORT ?= 9000
 MODELS ?=
 TESTS ?= tests
 
-# Modules run in parallel (tests/conftest.py says which of them on one worker), then the tests that measure time alone.
-# One worker more than CI's cores, as many tests wait for servers. With less than 24 GB of memory, WORKERS=2.
 # Each worker, command and model's process would compile all modules that it imports if none may be kept.
 unexport PYTHONDONTWRITEBYTECODE
+
+# Modules run in parallel (tests/conftest.py says which of them on one worker), then the tests that measure time alone.
+# One worker more than CI's cores, as many tests wait for servers. With less than 24 GB of memory, WORKERS=2.
 # Exit status 5: TESTS has no such test. RECORD is a folder for the results of each part as JUnit's XML.
 WORKERS ?= 3
 RECORD ?=

@@ -195,7 +195,7 @@ class EncoderForward:
         return reason
 
     def drop_graphs(self) -> None:
-        """Let go of captured forwards, which hold addresses; `capture_again` has them again."""
+        """Free captured forwards, which hold addresses; `capture_again` captures them again."""
         if self._base is not None:
             self._base.drop_graphs()
 

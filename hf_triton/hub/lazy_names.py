@@ -2,7 +2,7 @@
 """Imports transformers without its reading all of its models' files, twice, for the names that they export.
 
 They are 2,600 files: a second of processor time in each process, and 110 MB of a cold disk. The names of `models.auto`
-are known from the start; whoever asks for another one waits for all of them, and finds what transformers itself finds.
+are known from the start. A look-up of another one reads all of them first, and finds what transformers itself finds.
 """
 
 from __future__ import annotations
@@ -99,9 +99,7 @@ def _know_some(models: Path, utils: Any, import_utils: Any) -> None:
             reduced: tuple[Any, ...] = super().__reduce__()
             return reduced
 
-    LazyModule.__module__, LazyModule.__qualname__ = (
-        lazy_module.__module__,
-        lazy_module.__qualname__,
-    )  # as pickles name it
+    LazyModule.__module__ = lazy_module.__module__  # as pickles name it
+    LazyModule.__qualname__ = lazy_module.__qualname__
     utils._LazyModule = import_utils._LazyModule = LazyModule
     utils.define_import_structure = import_utils.define_import_structure = define_some

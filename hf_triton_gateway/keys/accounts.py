@@ -252,6 +252,7 @@ def check_admin() -> None:
     """Refuse what is for an admin's key alone: without a file of keys, a gateway knows no admin."""
     account = CURRENT.get()
     if account is None or not account.quota.admin:
-        reason = "this gateway has no --api-key-file" if account is None else f"{account.quota.name}'s has not"
+        without = "this gateway has no --api-key-file: start it with one"
+        reason = without if account is None else f"{account.quota.name}'s has not"
         message = f"this endpoint is for API keys whose line in the file has admin=true, and {reason}"
         raise ApiError(403, message, code="restricted")

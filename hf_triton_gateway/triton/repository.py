@@ -29,7 +29,7 @@ from hf_triton_gateway.triton.endpoint import Endpoint, wait_for_attempt
 from hf_triton_gateway.triton.model_infos import set_sleeping
 from hf_triton_gateway.triton.on_demand import Activity, Terms
 from hf_triton_gateway.triton.triton_messages import DOOR_SUFFIX
-from hf_triton_gateway.triton.triton_models import CONTROL_TIMEOUT_S, call_failure, unreachable
+from hf_triton_gateway.triton.triton_models import CONTROL_TIMEOUT_S, call_failure, read_config, unreachable
 from hf_triton_gateway.triton.triton_words import says
 
 LOG: Final = logging.getLogger("hf_triton_gateway")
@@ -119,11 +119,9 @@ class TritonRepository:
 
     async def _config(self, name: str) -> Any:
         try:
-            request = service_pb2.ModelConfigRequest(name=name)
-            answer = await self._stub.ModelConfig(request, timeout=CONTROL_TIMEOUT_S, metadata=self._headers)
+            return await read_config(self._stub, name, self._headers)
         except grpc.aio.AioRpcError as error:
             raise _error(error) from None
-        return answer.config
 
     async def _states(self) -> dict[str, str]:
         """Triton's state of each folder; empty if it was never loaded."""

@@ -418,8 +418,7 @@ class TritonModels:
         return dataclasses.replace(folder, info=await self._infos.of(folder, config))
 
     async def _read_config(self, name: str) -> Any:
-        request = service_pb2.ModelConfigRequest(name=name)
-        return (await self._stub.ModelConfig(request, timeout=CONTROL_TIMEOUT_S, metadata=self._headers)).config
+        return await read_config(self._stub, name, self._headers)
 
     async def generate(self, generation: Generation | TextRequest) -> Outputs:
         """Generate or encode, and return the whole response. Cancelling the task cancels the request."""
@@ -572,6 +571,12 @@ class TritonModels:
 
 def _time_is_up() -> ApiError:
     return ApiError(504, "the server did not answer in time", code="deadline_exceeded")
+
+
+async def read_config(stub: Any, name: str, headers: Any) -> Any:
+    """A loaded model's config; raises as the call does."""
+    request = service_pb2.ModelConfigRequest(name=name)
+    return (await stub.ModelConfig(request, timeout=CONTROL_TIMEOUT_S, metadata=headers)).config
 
 
 def unreachable() -> ApiError:
