@@ -46,6 +46,8 @@ class ImageFeatures:
 
     def forget_ended(self) -> None:
         """Hold no group that has ended: with it go its request and its pixels."""
+        if not self._groups:
+            return
         for group in [group for group in self._groups if group.is_finished]:
             for number, image in self._groups.pop(group).items():
                 if not any(number in images for images in self._groups.values()):

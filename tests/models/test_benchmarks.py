@@ -84,7 +84,7 @@ def test_agents_are_measured_with_what_they_share(benchmark: ModuleType) -> None
 def test_calls_of_a_step_are_counted_beside_a_busy_model() -> None:
     head, *rows, totals = (re.split(r" {2,}", line) for line in run("python_calls").splitlines())
     assert head == ["calls per step", "two layers", "eight layers", "busy neighbour"]
-    assert float(totals[1]) < 150  # 119, and what is looked at by time
+    assert float(totals[1]) < 170  # 157, and what is looked at by time
     for column in (1, 2, 3):
         counts = [float(row[column]) for row in rows]
         assert float(totals[column]) == pytest.approx(sum(counts), abs=0.1 * len(counts))

@@ -34,7 +34,7 @@ def merged_layers(model: nn.Module) -> list[str]:
 def count_products(monkeypatch: pytest.MonkeyPatch, model: Any) -> int:
     products, linear = [], torch.nn.functional.linear
     with monkeypatch.context() as patch:
-        patch.setattr("torch.nn.functional.linear", lambda *given: products.append(given) or linear(*given))
+        patch.setattr("torch.nn.functional.linear", lambda *given, **names: products.append(given) or linear(*given, **names))
         logits(model)
     return len(products)
 
@@ -77,10 +77,10 @@ def test_memory_holds_one_product_more_while_it_is_made(monkeypatch: pytest.Monk
     model = build("LlamaConfig", BASE)
     made, cat = [], torch.cat
 
-    def note(tensors: Any, **options: Any) -> torch.Tensor:
+    def note(*given: Any, **options: Any) -> torch.Tensor:
         storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in model.parameters()}
         made.append(sum(storages.values()))
-        return cat(tensors, **options)
+        return cat(*given, **options)
 
     monkeypatch.setattr("hf_triton.runner.merged.torch.cat", note)
     size = sum(each.nbytes for each in model.parameters())

@@ -88,9 +88,11 @@ class Rotary:
 
     def __call__(self, *given: Any, **options: Any) -> Any:
         is_plain = not options and len(given) == 4 and given[0].ndim == 4 and given[2].ndim == 3
-        if not is_plain or any(each.dtype is not torch.float32 or not each.is_cpu for each in given):
+        if not is_plain:
             return self.original(*given, **options)
         query, key, cos, sin = given
+        if not (query.is_cpu and query.dtype is key.dtype is cos.dtype is sin.dtype is torch.float32):
+            return self.original(*given)
         size = query.shape[-1]
         if not cos.shape[-1] == sin.shape[-1] == key.shape[-1] == size or torch.is_grad_enabled():
             return self.original(*given)
@@ -98,7 +100,11 @@ class Rotary:
         if kept[0] is not cos or kept[1] is not sin:
             turned = torch.cat((-sin[..., : size // 2], sin[..., size // 2 :]), -1)
             kept = self.kept = cos, sin, cos.unsqueeze(1), turned.unsqueeze(1)
-        return tuple((each * kept[2]).add_(each.roll(size // 2, -1).mul_(kept[3])) for each in (query, key))
+        cos, turned = kept[2:]
+        return (
+            (query * cos).add_(query.roll(size // 2, -1).mul_(turned)),
+            (key * cos).add_(key.roll(size // 2, -1).mul_(turned)),
+        )
 
 
 def _replace_rotary(module: Any) -> None:
