@@ -34,7 +34,9 @@ def merged_layers(model: nn.Module) -> list[str]:
 def count_products(monkeypatch: pytest.MonkeyPatch, model: Any) -> int:
     products, linear = [], torch.nn.functional.linear
     with monkeypatch.context() as patch:
-        patch.setattr("torch.nn.functional.linear", lambda *given, **names: products.append(given) or linear(*given, **names))
+        patch.setattr(
+            "torch.nn.functional.linear", lambda *given, **names: products.append(given) or linear(*given, **names)
+        )
         logits(model)
     return len(products)
 
