@@ -22,7 +22,7 @@ from hf_triton_gateway.http.limits import MAX_BYTES_IN_FLIGHT
 from tests.support.serving import COMMAND
 from tests.support.waiting import wait_until
 
-pytestmark = pytest.mark.serial
+pytestmark = [pytest.mark.full, pytest.mark.serial]
 MAX_WAIT_S = 2.0
 """Of `/health/live`; a tenth on a quiet machine, and minutes with one error object for each wrong item."""
 MAX_GROWTH = 200 << 20

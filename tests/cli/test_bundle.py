@@ -80,7 +80,6 @@ def test_a_bundle_has_what_its_folders_name(written: tuple[Path, Path]) -> None:
     assert not list(models.rglob("__pycache__"))
 
 
-@pytest.mark.full
 @pytest.mark.skipif(subprocess.run([*WITHOUT_NETWORK, "true"], check=False).returncode != 0, reason="needs unshare")
 def test_a_bundle_is_served_without_network(written: tuple[Path, Path], tmp_path: Path) -> None:
     ports = dict(zip(("http", "grpc", "metrics", "openai"), map(str, free_ports(4)), strict=True))
@@ -104,6 +103,8 @@ def test_a_bundle_is_served_without_network(written: tuple[Path, Path], tmp_path
 
 ASK = """
 import subprocess, sys, time, urllib.request
+
+pytestmark = pytest.mark.full
 
 port, *serve = sys.argv[1:]
 server = subprocess.Popen(serve, stdout=subprocess.PIPE, text=True)
@@ -146,7 +147,6 @@ def install(folder: Path, **environment: str) -> subprocess.CompletedProcess[str
     return subprocess.run(command, env=pairs, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.full
 def test_install_sh_installs_the_packages_and_says_how_to_serve(installable: Path) -> None:
     done = install(installable)
     assert done.returncode == 0, done.stderr

@@ -437,6 +437,7 @@ def mismatch(checkpoint: Path, config: Any, settings: ModelSettings, auto_class_
     return sentences[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", some_in_make_test([*ARCHITECTURES, *CONTINUOUS, *WHOLE, *BATCH]))
 def test_tensors_of_each_architecture_are_found_and_missed(name: str, tmp_path: Path) -> None:
     checkpoint = tmp_path / "saved"

@@ -235,6 +235,7 @@ def test_a_broken_download_is_resumed(hub: LoopbackHub, tmp_path: Path) -> None:
     assert hf_triton("pull", NAME, **environment).returncode == 0
 
 
+@pytest.mark.full
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
 @pytest.mark.parametrize("command", ["pull", "serve"])
 def test_a_full_disk_is_one_sentence(hub: LoopbackHub, tmp_path: Path, command: str) -> None:

@@ -56,13 +56,6 @@ def status(url: str, body: object = None, key: str | None = None) -> int:
         return 0
 
 
-def wait_for_status(url: str, wanted: int) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while (got := status(url)) != wanted:
-        assert time.monotonic() < deadline, got
-        time.sleep(0.1)
-
-
 def gateway_pid(serving: Serving) -> int:
     [pid] = [
         pid for pid in serving.descendants() if b"hf_triton_cli\0openai\0" in Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -88,7 +81,7 @@ def test_a_gateway_that_dies_during_a_load_is_noticed(tmp_path: Path) -> None:
     (folder.parent / "config.pbtxt").write_text('backend: "python"')
     (folder / "model.py").write_text(SLOW_TO_LOAD)
     with running(str(folder.parents[1]), output=tmp_path / "output") as serving:
-        wait_for_status(f"http://127.0.0.1:{serving.openai_port}/health", 503)
+        wait_until(lambda: status(f"http://127.0.0.1:{serving.openai_port}/health") == 503)
         os.kill(gateway_pid(serving), signal.SIGKILL)
         assert serving.process.wait(timeout=LIMIT_S) == 1
         assert "error: gateway_failed: the OpenAI gateway exited by signal 9 (Killed)" in serving.output()
@@ -146,7 +139,7 @@ def test_a_gateway_alone_waits_for_triton(tmp_path: Path, make_folder: Callable[
     gateway = subprocess.Popen([COMMAND, "openai", f"--triton=127.0.0.1:{grpc}", f"--port={port}", "--workers=2"])
     url = f"http://127.0.0.1:{port}"
     try:
-        wait_for_status(f"{url}/health", 503)
+        wait_until(lambda: status(f"{url}/health") == 503)
         with ThreadPoolExecutor(8) as pool:  # each worker gets some, and is refused by Triton
 
             def ask(_: int) -> int:
@@ -156,7 +149,7 @@ def test_a_gateway_alone_waits_for_triton(tmp_path: Path, make_folder: Callable[
             with TritonServer(tmp_path / "repository", ports=(http, grpc, metrics)):
                 assert set(pool.map(ask, range(16))) == {200}
                 assert status(f"{url}/health") == 200
-        wait_for_status(f"{url}/health", 503)
+        wait_until(lambda: status(f"{url}/health") == 503)
     finally:
         gateway.send_signal(signal.SIGINT)
         assert gateway.wait(timeout=LIMIT_S) == 0
@@ -168,7 +161,7 @@ def test_sigterm_ends_a_gateway_and_its_workers(workers: int, tmp_path: Path) ->
     (port,) = free_ports(1)
     command = [COMMAND, "openai", "--triton=127.0.0.1:1", f"--port={port}", f"--workers={workers}"]
     gateway = subprocess.Popen(command)
-    wait_for_status(f"http://127.0.0.1:{port}/health", 503)
+    wait_until(lambda: status(f"http://127.0.0.1:{port}/health") == 503)
     gateway.terminate()
     assert gateway.wait(timeout=LIMIT_S) == 0
     assert status(f"http://127.0.0.1:{port}/health") == 0
@@ -190,7 +183,7 @@ def test_metrics_are_those_of_all_workers(tmp_path: Path) -> None:
             return False  # its worker is being killed
 
     try:
-        wait_for_status(f"{url}/health", 503)
+        wait_until(lambda: status(f"{url}/health") == 503)
         with ThreadPoolExecutor(8) as pool:
             assert set(pool.map(lambda _: status(f"{url}/version"), range(40))) == {200}
         counted = 'requests_total{endpoint="/version",status="200"}', 40.0

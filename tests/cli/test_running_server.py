@@ -187,6 +187,7 @@ def test_chat_from_a_pipe_answers_line_by_line(server: TritonServer, tmp_path: P
 
 
 def test_chat_on_a_terminal(server: TritonServer) -> None:
+    wait_until(lambda: num_running(server) == 0)
     with Terminal("chat", "slow", *ENDLESS, f"--triton={server.grpc_url}") as terminal:
         terminal.wait_for(">>> ")
         terminal.type("Hello\n")
@@ -204,6 +205,7 @@ def test_chat_on_a_terminal(server: TritonServer) -> None:
 
 @pytest.mark.parametrize("is_answering", [False, True])
 def test_sigterm_ends_a_chat_at_once(server: TritonServer, is_answering: bool) -> None:
+    wait_until(lambda: num_running(server) == 0)
     with Terminal("chat", "slow", *ENDLESS, f"--triton={server.grpc_url}") as terminal:
         terminal.wait_for(">>> ")
         if is_answering:

@@ -211,6 +211,7 @@ def test_an_encoder_decoder_keeps_what_generate_keeps(tmp_path: Path) -> None:
     assert "max_num_seqs (256) sequences" in found["notes"][0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_a_gguf_file_keeps_its_bits_on_a_cpu_alone(is_tied: bool, tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "Tiny-Q8_0.gguf", tie_word_embeddings=is_tied)
@@ -270,6 +271,7 @@ def on_hub(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     return hub
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [NAME, SHARDED, QUANTISED])
 def test_of_the_hub_come_headers_and_no_weights(name: str, on_hub: LoopbackHub, tmp_path: Path) -> None:
     checkpoint: Path = on_hub.checkpoints[name]  # type: ignore[attr-defined]

@@ -17,6 +17,7 @@ from hf_triton.encoder.probe import Way
 from hf_triton.errors import CheckpointError
 from tests.support.adapters import save_lora, wrap
 from tests.support.encoders import HEADS, build_model, expected_outputs, random_inputs
+from tests.support.marks import full
 
 LENGTHS = [7, 30, 2, 7, 12, 30, 3, 7]
 CHOSEN = (0, 1, 2, 0, 2, 1, None, None)
@@ -43,7 +44,7 @@ MORE = [
     *((family, "embeddings") for family in ("distilbert", "modernbert", "xlm-roberta")),
     *((family, "sequence") for family in ("bert", "roberta", "distilbert", "electra", "qwen3")),
 ]
-CASES += [pytest.param(*case, marks=pytest.mark.full) for case in MORE]
+CASES += full(*MORE)
 
 
 def targets_of(family: str) -> dict[str, Any]:
@@ -104,14 +105,14 @@ def test_layers_that_see_something_else_than_tokens(family: str, way: Way, tmp_p
 
 
 @pytest.mark.parametrize("way", ["packed", "padded", "alone"])
-@pytest.mark.parametrize("head", ["embeddings", "sequence"])
+@pytest.mark.parametrize("head", ["embeddings", *full("sequence")])
 def test_every_way_and_every_layer(head: str, way: Way, tmp_path: Path) -> None:
     config = {"target_modules": ["query", "key", "value", "dense", "word_embeddings"]}  # the pooler's dense layer too
     folders = [save_lora(build_model("bert", head), tmp_path / f"lora{seed}", seed, **config) for seed in range(3)]
     check("bert", head, folders, way)
 
 
-@pytest.mark.parametrize("family", ["bert", "roberta", "distilbert", "electra", "qwen3"])
+@pytest.mark.parametrize("family", ["bert", "qwen3", *full("roberta", "distilbert", "electra")])
 def test_a_head_of_the_adapter_s_own(family: str, tmp_path: Path) -> None:
     """peft names the head in `modules_to_save` for every sequence classifier; RoBERTa's has two layers."""
     folders = [

@@ -224,6 +224,7 @@ def test_a_lost_device_answers_all_and_is_told(forward: ObservedForward, start: 
     assert not engine.is_healthy()
 
 
+@pytest.mark.full
 def test_thousands_of_requests_lose_nothing(forward: ObservedForward, start: StartEncoder) -> None:
     inputs = good_inputs([3 + number % 6 for number in range(40)])
     expected = alone(forward, inputs)

@@ -30,6 +30,7 @@ from tests.support.adapters import generate_with, save_adapter, wrap
 from tests.support.architectures import STATES, WHOLE, build
 from tests.support.engine import Client, only
 from tests.support.listener import group_of
+from tests.support.marks import full
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "attention": {"seed": 1},
@@ -102,7 +103,7 @@ def tokens_of(outcome: Outcome) -> list[int]:
     return completion.token_ids
 
 
-@pytest.fixture(params=ENGINES)
+@pytest.fixture(params=["continuous", *full("batch")])
 def started(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[Started]:
     running = Started(load_model(checkpoint), request.param)
     assert isinstance(running.engine, ENGINES[request.param])
@@ -154,7 +155,7 @@ HYBRIDS = {"qwen3-next": ["in_proj_qkvz", "out_proj", "q_proj"], "falcon-mamba":
 """Models with states, and layers that write them."""
 
 
-@pytest.mark.parametrize("architecture", HYBRIDS)
+@pytest.mark.parametrize("architecture", ["qwen3-next", *full("falcon-mamba")])
 def test_states_of_one_adapter_are_not_reused_for_another(architecture: str, tmp_path: Path) -> None:
     base = tmp_path / "base"
     build(*(STATES | WHOLE)[architecture]).save_pretrained(base)

@@ -16,13 +16,14 @@ from hf_triton.testing import build_tiny_checkpoint
 from tests.support.architectures import BASE, build
 from tests.support.batch_engine import FilledEngine, GenerateSpy, Submission, draw_prompts, mixed_submissions
 from tests.support.engine import LoadModel
+from tests.support.marks import full
 from tests.support.reference import load_reference, solo_ids
 
 SHARING = {"rwkv": "alone"}
 """What the probe finds; `padded` for all others."""
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "bloom", "t5", "bart", "rwkv"])
+@pytest.mark.parametrize("architecture", ["llama", "rwkv", "t5", *full("gpt2", "bloom", "bart")])
 def test_greedy_output_is_that_of_generate_in_any_batch(architecture: str, model_of: LoadModel) -> None:
     model = model_of(architecture)
     submissions = mixed_submissions(12)

@@ -24,10 +24,11 @@ from tests.support.batch_engine import (
     sampled_submissions,
 )
 from tests.support.engine import LoadModel, error_code
+from tests.support.marks import full
 from tests.support.reference import solo_ids
 
 
-@pytest.mark.parametrize("architecture", ["falcon", "llama", "mamba", "rwkv", "t5", "bart"])
+@pytest.mark.parametrize("architecture", ["llama", "rwkv", "t5", *full("falcon", "mamba", "bart")])
 def test_settings_and_seed_decide_the_output_in_any_batch(architecture: str, model_of: LoadModel) -> None:
     model = model_of(architecture)
     sharing = probe_batching(model)

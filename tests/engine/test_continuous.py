@@ -30,6 +30,7 @@ from tests.support.engine import (
     slow_down,
     token_ids,
 )
+from tests.support.marks import full
 from tests.support.resident import resident_cache_bytes, resident_process_bytes
 
 
@@ -134,7 +135,7 @@ def run_various(engine: ContinuousBatchingEngine, items: Items) -> tuple[list[li
     return [[(each.token_ids, each.finish_reason) for each in outcome] for outcome in outcomes], steps.count  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("name", ["llama", "lfm2"])
+@pytest.mark.parametrize("name", ["lfm2", *full("llama")])
 def test_steps_ahead_of_the_host_change_no_output(name: str, model: Any, start: StartEngine) -> None:
     model = build(*STATES[name]) if name in STATES else model
     items = various_items(seed=11)
@@ -162,7 +163,7 @@ def test_an_idle_engine_gives_back_memory_and_keeps_prefixes(max_cache_tokens: i
     assert engine.memory.pool.max_kept * size <= 64 << 20
 
 
-@pytest.mark.parametrize("num_requests", [600, pytest.param(6000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num_requests", [600, *full(6000)])
 def test_distinct_prompts_do_not_grow_memory(num_requests: int, start: StartEngine) -> None:
     """Touched blocks are at most those held at the peak and those that the prefix cache may keep."""
     engine, most_held = start(max_num_seqs=32, config=EngineConfig(block_size=16, min_kept_bytes=0)), 0

@@ -34,6 +34,7 @@ from tests.support.engine import (
     slow_down,
     token_ids,
 )
+from tests.support.marks import full
 
 POISON = 299
 NO_MEMORY, BOOM = torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("boom")
@@ -120,13 +121,10 @@ def check_nothing_is_held(engine: ContinuousBatchingEngine) -> None:
 
 @pytest.mark.parametrize(
     ("error", "runs_ahead"),
-    [
-        (BOOM, True),
-        *(pytest.param(*each, marks=pytest.mark.full) for each in ((BOOM, False), (NO_MEMORY, True))),
-    ],
+    [(BOOM, True), *full((BOOM, False), (NO_MEMORY, True))],
     ids=str,
 )
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", [*list(PLACES)[::2], *full(*list(PLACES)[1::2])])
 def test_a_failed_step_changes_no_output(
     place: str,
     error: Exception,
@@ -146,7 +144,7 @@ def test_a_failed_step_changes_no_output(
     check_nothing_is_held(engine)
 
 
-@pytest.mark.parametrize(("name", "error"), [("falcon-h1", BOOM), ("lfm2", NO_MEMORY)], ids=str)
+@pytest.mark.parametrize(("name", "error"), [("lfm2", NO_MEMORY), *full(("falcon-h1", BOOM))], ids=str)
 def test_a_failed_step_changes_no_states(
     name: str, error: Exception, start: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,7 +230,7 @@ def test_sequences_that_cannot_be_recomputed_are_refused_if_they_had_tokens(star
     assert faulty.num_hits == 1
 
 
-@pytest.mark.parametrize("name", ["llama", "falcon-h1"])
+@pytest.mark.parametrize("name", ["llama", *full("falcon-h1")])
 def test_nan_stays_in_its_own_sequence(name: str, model: Any, start: StartEngine) -> None:
     model = build(*STATES[name]) if name in STATES else model
     engine = start(model, max_cache_tokens=16 * 16, config=EngineConfig(block_size=16))
@@ -259,6 +257,7 @@ def test_nan_stays_in_its_own_sequence(name: str, model: Any, start: StartEngine
 # --- out of memory ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("limit", [1, 2, 3])
 def test_out_of_memory_lowers_the_number_that_run(limit: int, model: Any, start: StartEngine) -> None:
     engine = start()
@@ -327,8 +326,7 @@ class PanicException(BaseException):
     ("callback", "error"),
     [
         ("on_token", PanicException()),
-        ("is_cancelled", PanicException()),
-        ("is_cancelled", RuntimeError("no answer from Triton")),
+        *full(("is_cancelled", PanicException()), ("is_cancelled", RuntimeError("no answer from Triton"))),
     ],
     ids=repr,
 )

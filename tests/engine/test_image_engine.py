@@ -20,6 +20,7 @@ from hf_triton.runner.images import as_tensors
 from hf_triton.sampling.params import SamplingParams
 from tests.support.engine import Client, error_code, only, token_ids
 from tests.support.image_models import build_seeing, make_sample
+from tests.support.marks import full
 from tests.support.reference import solo_ids
 from tests.support.waiting import wait_until
 
@@ -90,7 +91,7 @@ def llava(seeing_of: Callable[[str], Seeing]) -> Seeing:
     return seeing_of("llava")
 
 
-@pytest.mark.parametrize("name", [*NAMES[:2], *(pytest.param(name, marks=pytest.mark.full) for name in NAMES[2:])])
+@pytest.mark.parametrize("name", [NAMES[0], *full(*NAMES[1:])])
 def test_company_chunks_prefixes_and_preemption_change_nothing(name: str, seeing_of: Callable[[str], Seeing]) -> None:
     """Mixed requests in a tiny cache, some of several sequences, some cancelled."""
     seeing, source, eyes = seeing_of(name), random.Random(1), Eyes()

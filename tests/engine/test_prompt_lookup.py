@@ -21,6 +21,7 @@ from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.types import Bits, TokenLogprobs
 from tests.support.architectures import BASE, CONTINUOUS, STATES, build
 from tests.support.engine import Client, StartEngine, only
+from tests.support.marks import full
 
 WORD = [11, 12, 13, 14, 15, 16, 17, 18, 19]
 CONFIG = EngineConfig(block_size=8, proposal_cost=0.01)
@@ -132,7 +133,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_lookup, "MIN_SHARE", 0.0)
 
 
-@pytest.mark.parametrize(("runs_ahead", "max_cache_tokens"), [(False, 192), (True, None)])
+@pytest.mark.parametrize(("runs_ahead", "max_cache_tokens"), [(False, 192), *full((True, None))])
 def test_every_option_of_sampling_gives_the_tokens_that_it_gives_without(
     runs_ahead: bool, max_cache_tokens: int | None, repeating: Any, start: StartEngine, always: None
 ) -> None:

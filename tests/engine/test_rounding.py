@@ -20,6 +20,7 @@ from hf_triton.runner.way_probe import find_way
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.testing import build_tiny_checkpoint
 from tests.support.engine import Client, prompts
+from tests.support.marks import full
 from tests.support.reference import load_reference
 
 NUM_NEW = 24
@@ -108,10 +109,10 @@ def largest_gap(model: Any, outputs: list[Scored], others: list[Scored]) -> floa
     return max(distances)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.full)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *full(torch.float16)], ids=str)
 @pytest.mark.parametrize(
     "architecture",
-    ["llama", *(pytest.param(name, marks=pytest.mark.full) for name in ("falcon", "persimmon", "gpt_neox"))],
+    ["llama", *full("falcon", "persimmon", "gpt_neox")],
 )
 def test_half_precision_rounds_as_in_generate(architecture: str, dtype: torch.dtype, tmp_path: Any) -> None:
     build_tiny_checkpoint(tmp_path, architecture, eos_token_id=None)

@@ -33,6 +33,7 @@ from hf_triton.testing.checkpoints import VOCAB_SIZE
 from tests.support import harmony
 from tests.support.harmony import build_harmony_checkpoint
 from tests.support.listener import group_of
+from tests.support.marks import full
 from tests.support.reference import Reference, load_reference, solo_ids
 
 WAIT_S = 60.0
@@ -136,7 +137,8 @@ class Writer:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "engine"), [("llama", "continuous"), ("llama", "batch"), ("t5", "batch"), ("mamba", "batch")]
+    ("architecture", "engine"),
+    [("llama", "continuous"), ("t5", "batch"), *full(("llama", "batch"), ("mamba", "batch"))],
 )
 def test_guided_completions_follow_the_grammar_with_any_settings(
     architecture: str, engine: str, load: Callable[[str], Reference], start: Callable[..., GenerationEngine]
@@ -222,7 +224,8 @@ def test_thinking_is_the_models_own_up_to_its_budget(
     assert unbounded.finish_reason == "length"
 
 
-@pytest.mark.parametrize("engine", ["continuous", pytest.param("batch", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("engine", ["continuous", *full("batch")])
 def test_an_answer_of_gpt_oss_begins_in_its_final_channel(
     engine: str, tmp_path: Path, start: Callable[..., GenerationEngine]
 ) -> None:

@@ -97,6 +97,7 @@ def test_prefix_caching_is_off_and_logged(model: Any, caplog: pytest.LogCaptureF
     assert not any(shares.counts)
 
 
+@pytest.mark.full
 def test_preempted_sequences_continue_unchanged() -> None:
     model = build(*WHOLE["jamba"])
     source, preempted = random.Random(3), PreemptCounter()

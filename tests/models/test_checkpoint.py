@@ -34,6 +34,7 @@ from hf_triton.testing import (
     truncate,
 )
 from tests.support.architectures import BASE, CONTINUOUS, EYE, HEADS, build
+from tests.support.marks import full
 from tests.support.reference import solo_ids
 
 WEIGHT = "model.layers.0.mlp.down_proj.weight"
@@ -111,7 +112,7 @@ def test_mismatched_tensors_are_refused(checkpoint: Path, damage: Callable[[Path
         ({"num_hidden_layers": 10**9}, "has num_hidden_layers 1000000000, more than the 1000000 that are read"),
     ],
 )
-@pytest.mark.parametrize("is_sharded", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize("is_sharded", [False, *full(True)])
 def test_sizes_of_a_config_take_no_memory(
     checkpoint: Path, change: dict[str, int], words: str, is_sharded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

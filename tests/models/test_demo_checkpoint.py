@@ -129,6 +129,7 @@ def test_chat_template_renders_every_role(tokenizer: Any) -> None:
     assert prompt == "<s>System: Be brief.\nUser: Hello\nAssistant: Hi!</s>\nUser: Tea?\nAssistant: "
 
 
+@pytest.mark.full
 def test_script_still_builds_this_tokenizer_and_shape(model: Any, tokenizer: Any, script: ModuleType) -> None:
     """The folder must be trained again after an edit of the script's grammar."""
     rebuilt = script.train_tokenizer(script.SEED)

@@ -72,9 +72,10 @@ def test_what_is_no_plain_norm_or_rotation_stays() -> None:
     assert not isinstance(getattr(modeling, ROTARY), Rotary)
 
 
-@pytest.mark.skipif(not grouped_layers(), reason="there is no kernel for this processor")
 @pytest.mark.parametrize("config", ["LlamaConfig", "Qwen2Config"])
 def test_layers_of_codes_with_one_input_are_one_product(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not grouped_layers():  # asked here, as it compiles
+        pytest.skip("there is no kernel for this processor")
     whole_blocks = {"num_key_value_heads": 4}  # of the kernel's rows: padding stands between others
     model, small = build(config, BASE | whole_blocks), small_layers()
     assert small

@@ -23,6 +23,7 @@ from hf_triton.runner.model_comparison import Verdict
 from hf_triton.testing import ARCHITECTURES, build_tiny_checkpoint
 from tests.support.architectures import BASE, BATCH, CONTINUOUS, WHOLE, build, requests, some_in_make_test
 from tests.support.engine import Client, check, start_engine
+from tests.support.marks import full
 from tests.support.reference import load_reference, solo_ids
 
 NUM_REQUESTS = 10
@@ -78,7 +79,7 @@ WIDE = {"hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 4, "
 
 
 @pytest.mark.skipif(not linear_kernel.can_run(torch.float32), reason="there is no kernel for this processor")
-@pytest.mark.parametrize("name", ["mistral-window", "olmo2", "cohere", "stablelm", "smollm3"])
+@pytest.mark.parametrize("name", ["cohere", "smollm3", *full("mistral-window", "olmo2", "stablelm")])
 def test_model_with_a_kernel_for_every_layer_generates_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "MIN_INPUTS", 0)
     config, options = CONTINUOUS[name]

@@ -14,13 +14,13 @@ from hf_triton.runner import cpu
 from hf_triton.runner.cpu import llvm, paged_attention, paged_kernel
 from hf_triton.runner.cpu.paged_attention import kernel_for, write_tokens
 from hf_triton.runner.cpu.paged_kernel import WIDENED
+from tests.support.marks import full
 
 LENGTHS = [1, 15, 16, 17, 70]
 LAYERS = [  # dtype, heads, key heads, size, value size
     (torch.float32, 4, 4, 16, 16),
     (torch.float32, 6, 2, 80, 24),
-    pytest.param((torch.float32, 71, 1, 64, 64), marks=pytest.mark.full),
-    pytest.param((torch.float32, 2, 1, 128, 128), marks=pytest.mark.full),
+    *full(((torch.float32, 71, 1, 64, 64),), ((torch.float32, 2, 1, 128, 128),)),
     *((dtype, 6, 2, 16, 16) for dtype in WIDENED if dtype != torch.float32),
 ]
 
@@ -266,6 +266,7 @@ def test_without_a_kernel_there_is_none(
     assert says in record.getMessage()
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("always", "anew")
 @torch.inference_mode()
 def test_a_wrong_kernel_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

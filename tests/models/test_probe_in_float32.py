@@ -31,6 +31,7 @@ from tests.support.deep_models import (
     step_fault,
 )
 from tests.support.engine import start_engine
+from tests.support.marks import full
 
 DEEP = (("llama", 80, 3), ("qwen3", 36, 4), ("mistral", 32, 6), ("gemma2", 46, 9), ("mixtral", 32, 10))
 """Kind, number of layers and seed of a deep model of each kind."""
@@ -69,7 +70,7 @@ def memory_of(model: Any) -> dict[str, tuple[int, torch.dtype, int]]:
     return {name: (tensor.data_ptr(), tensor.dtype, id(tensor)) for name, tensor in tensors}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.full)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *full(torch.float16)], ids=str)
 @pytest.mark.parametrize(
     "name",
     [

@@ -103,6 +103,7 @@ OTHER_HEADS: Mapping[str, tuple[str, str, str, list[str]]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", OTHER_HEADS)
 def test_another_head_of_the_family_is_passed_over(case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     family, head, task, names = OTHER_HEADS[case]
@@ -124,6 +125,7 @@ def test_what_no_head_of_the_family_has_is_refused(name: str, tmp_path: Path) ->
         load(folder, "token-classification")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", ["encoder.layer.2.output.dense.weight", "encoder.layer.0.output.lora_A.weight", "embeddings.extra.weight"]
 )

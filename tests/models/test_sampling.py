@@ -190,7 +190,8 @@ def test_the_models_logits_stay_as_they_are() -> None:
 # --- sampling --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 3))])
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(3))
 def test_sampled_tokens_follow_the_distribution(seed: int) -> None:
     source = random.Random(seed)
     constant = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "no_repeat_ngram_size": 0}

@@ -28,6 +28,7 @@ from tests.support.adapters import save_adapter
 from tests.support.architectures import BASE, BATCH, CONTINUOUS, WHOLE, build
 from tests.support.engine import Client, PrefixHits, check, start_engine, token_ids
 from tests.support.engine import prompts as make_prompts
+from tests.support.marks import full
 
 TOKENS = torch.tensor([[5, 6, 7, 8, 9, 200, 300, 11]])
 REFUSED: dict[str, tuple[dict[str, Any], str | None, bool, str]] = {
@@ -265,7 +266,7 @@ def test_the_trial_takes_the_fastest_way(weights: str, dtype: str, checkpoint: P
     assert finding.way == WAYS[0], finding.obstacle
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("weights", ["int4", *full("int8")])
 def test_text_in_company_is_that_of_generate(weights: str, checkpoint: Path) -> None:
     """Greedy and seeded, in a cache of a few sequences, and behind a prefix that others have computed."""
     model, observer = load(checkpoint, weights), PrefixHits()

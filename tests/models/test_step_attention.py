@@ -26,6 +26,7 @@ from hf_triton.runner.paged_cache import PagedCache
 from hf_triton.runner.step import TokenRange
 from hf_triton.runner.step_attention import NotPackableError, TorchAttention, attend, attention_of
 from hf_triton.runner.step_tensors import StepTensors
+from tests.support.marks import full
 
 CPU = torch.device("cpu")
 MODULE = torch.nn.Module()
@@ -171,7 +172,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.usefixtures("way")
-@pytest.mark.parametrize(("heads", "block_size"), [((4, 4), 64), ((4, 2), 16)])
+@pytest.mark.parametrize(("heads", "block_size"), [((4, 2), 16), *full(((4, 4), 64))])
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_a_mixed_step_is_plain_attention(rule: Rule | None, heads: tuple[int, int], block_size: int) -> None:
     layer = Layer(ALL, heads, block_size)

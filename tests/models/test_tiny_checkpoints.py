@@ -35,6 +35,7 @@ from hf_triton.testing import (
     reshape_tensor,
     truncate,
 )
+from tests.support.marks import full
 
 ENCODER_DECODERS = {"t5", "bart"}
 PROMPTS = ["The river", "Where does the baker carry warm bread in the morning?", "3, 14"]
@@ -79,7 +80,9 @@ def test_an_encoder_does_its_task(task: str, tmp_path: Path) -> None:
     assert find_task(folder) == ("embeddings" if task == "feature-extraction" else task)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture", ["llama", "t5", *full(*(name for name in ARCHITECTURES if name not in ("llama", "t5")))]
+)
 def test_architecture(architecture: str, tmp_path: Path) -> None:
     folder = build_tiny_checkpoint(tmp_path / "checkpoint", architecture)
     model, info = load(folder, architecture)

@@ -18,6 +18,7 @@ from hf_triton.runner.way_probe import find_way
 from hf_triton.sampling.params import SamplingParams
 from tests.support.architectures import BASE, CONTINUOUS, build, load
 from tests.support.engine import Client, check, prompts, start_engine
+from tests.support.marks import full
 from tests.support.reference import solo_ids
 
 PACKED, TORCH, GATHERED = Way(), Way(calls_torch=True), Way(gathers=True)
@@ -91,7 +92,7 @@ def test_code_of_a_checkpoint_that_attends_in_its_own_way_runs_in_the_batch_engi
         engine.close()
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("implementation", ["sdpa", *full("eager")])
 @pytest.mark.parametrize("name", ["gemma", "mistral-window", "deepseek-v3", "lfm2", "gpt-neo"])
 def test_the_model_is_as_it_was(name: str, implementation: str, tmp_path: Path) -> None:
     model = load(name, tmp_path)

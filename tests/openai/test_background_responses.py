@@ -49,6 +49,7 @@ def test_a_response_in_the_background_is_the_one_that_a_client_waits_for(client:
     assert again.usage.input_tokens > waited.usage.input_tokens
 
 
+@pytest.mark.full
 def test_one_that_runs_is_cancelled(client: openai.OpenAI, triton: TritonServer) -> None:
     made = client.responses.create(background=True, **LONG)
     wait_until(lambda: client.responses.retrieve(made.id).status == "in_progress")
@@ -62,6 +63,7 @@ def test_one_that_runs_is_cancelled(client: openai.OpenAI, triton: TritonServer)
     wait_until(lambda: num_running(triton) == 0)
 
 
+@pytest.mark.full
 def test_one_that_has_ended_stays_and_one_that_a_client_waits_for_is_no_matter(client: openai.OpenAI) -> None:
     made = client.responses.create(background=True, **ASKED)
     assert client.responses.cancel(made.id) == ended(client, made.id) or made.status == "cancelled"
@@ -103,6 +105,7 @@ def test_a_stream_is_followed_left_and_taken_up(client: openai.OpenAI) -> None:
         client.responses.retrieve(plain.id, stream=True)
 
 
+@pytest.mark.full
 def test_a_stream_that_is_cancelled_ends(client: openai.OpenAI) -> None:
     with client.responses.create(background=True, stream=True, **LONG) as stream:
         name = next(stream).response.id  # type: ignore[union-attr]
@@ -112,6 +115,7 @@ def test_a_stream_that_is_cancelled_ends(client: openai.OpenAI) -> None:
     assert last.response.status == "cancelled"
 
 
+@pytest.mark.full
 def test_one_that_its_client_left_is_kept_as_far_as_it_had_got(client: openai.OpenAI, triton: TritonServer) -> None:
     for store in (True, False):
         stream = client.responses.create(stream=True, store=store, **LONG)
@@ -143,6 +147,7 @@ def test_what_cannot_run_is_refused_at_once_or_fails(client: openai.OpenAI) -> N
     assert "45033 bytes" in failed.error.message
 
 
+@pytest.mark.full
 def test_one_is_its_keys_own_and_counts_for_it(triton: TritonServer, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("one concurrent_requests=1\ntwo\n")
     config = GatewayConfig(triton=triton.grpc_url, port=0, api_key_file=tmp_path / "keys")
@@ -157,6 +162,7 @@ def test_one_is_its_keys_own_and_counts_for_it(triton: TritonServer, tmp_path: P
         assert one.responses.create(**ASKED).output_text
 
 
+@pytest.mark.full
 def test_a_gateway_that_stops_cancels_what_runs(triton: TritonServer) -> None:
     with GatewayThread(GatewayConfig(triton=triton.grpc_url, port=0, max_stored_responses=2)) as gateway:
         client = openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0)

@@ -13,6 +13,8 @@ from hf_triton.testing import TritonServer
 from hf_triton_gateway.gateway_config import GatewayConfig
 from tests.support.gateway import GatewayThread
 
+pytestmark = pytest.mark.full
+
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 HELLO = [{"role": "user", "content": "Hello!"}]
 LEAST: dict[str, dict[str, Any]] = {

@@ -15,6 +15,8 @@ from hf_triton_gateway.http import hints
 from hf_triton_gateway.http.bodies import LARGE_BYTES
 from tests.support.gateway import GatewayThread
 
+pytestmark = pytest.mark.full
+
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 TOKENIZE = "/tokenize"
 HELLO = [{"role": "user", "content": "Hello!"}]

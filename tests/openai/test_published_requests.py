@@ -160,6 +160,7 @@ def test_chat(gateway: GatewayThread, name: str) -> None:
     check(answer["choices"][0]["message"]["content"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", COMPLETIONS_BODIES)
 def test_completion(gateway: GatewayThread, name: str) -> None:
     body = COMPLETIONS_BODIES[name]
@@ -169,6 +170,7 @@ def test_completion(gateway: GatewayThread, name: str) -> None:
     assert all(choice["text"] for choice in answer["choices"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", LOAD)
 def test_load_generators_stream(gateway: GatewayThread, name: str) -> None:
     path, body = LOAD[name]

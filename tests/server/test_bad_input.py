@@ -56,17 +56,19 @@ class Health:
     is_live: bool
     is_ready: bool
     are_models_ready: tuple[bool, bool]
-    songs: tuple[str, str]
+    songs: tuple[str, ...]
     stubs: frozenset[int]
 
 
 def take_health(server: TritonServer) -> Health:
-    models = (PLAIN, TYPED)
     return Health(
         server.is_live(),
         get(server, "/v2/health/ready").status == 200,
         (server.is_model_ready(PLAIN), server.is_model_ready(TYPED)),
-        (generate(server, models[0], CANARY).body, generate(server, models[1], CANARY).body),
+        (
+            generate(server, PLAIN, CANARY, max_new_tokens=4).body,
+            generate(server, TYPED, CANARY, max_new_tokens=4).body,
+        ),
         find_stubs(server),
     )
 

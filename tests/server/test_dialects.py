@@ -520,6 +520,7 @@ def cancel(server: TritonServer, model: str, **fields: object) -> Reply:
 
 
 def test_cancel_ends_the_requests_of_the_same_id(server: TritonServer) -> None:
+    wait_until(lambda: num_running(server) == 0)
     with ThreadPoolExecutor(3) as pool:
         running = pool.submit(generate, server, SLOW, PROMPT, id="r1", max_new_tokens=LONG_TOKENS)
         wait_until(lambda: num_running(server) > 0)  # it has the only row

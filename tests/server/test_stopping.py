@@ -98,6 +98,7 @@ def test_client_timeout_ends_a_sequence(server: TritonServer, client: Any, slow_
 
 
 def test_request_queued_past_its_deadline_is_refused(server: TritonServer, slow_text: str) -> None:
+    wait_until(lambda: num_running(server) == 0)  # a moment after an answer it still is one
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(write, server, PROMPT, model="slow")
         wait_until(lambda: num_running(server) > 0)  # it has the only row now
@@ -109,6 +110,7 @@ def test_request_queued_past_its_deadline_is_refused(server: TritonServer, slow_
 def test_cancelled_request_frees_its_slot(server: TritonServer, client: Any) -> None:
     ends: list[InferenceServerException | None] = []
     num_tokens = 230  # 23 s
+    wait_until(lambda: num_running(server) == 0)
     handle = client.async_infer(
         "slow",
         [text_tensor("text_input", PROMPT)],

@@ -22,6 +22,7 @@ from hf_triton.testing import TritonServer, build_tiny_checkpoint
 from tests.support.client import Reply, generate, infer, post
 from tests.support.paths import ROOT
 from tests.support.slow_model import slow_model
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.full
 
@@ -141,13 +142,6 @@ def start_streams(server: TritonServer, model: str, count: int, **fields: object
     for each in streams:
         assert "text_output" in (each.event() or {})
     return streams
-
-
-def wait_for(claim: Callable[[], object], within_s: float = SOON_S) -> None:
-    end = time.monotonic() + within_s
-    while not claim():
-        assert time.monotonic() < end, "nothing happened"
-        time.sleep(0.05)
 
 
 def stub_of(server: TritonServer, model: str) -> int:
@@ -306,7 +300,7 @@ def test_no_prompt_reaches_the_log(server: TritonServer) -> None:
 def test_dropped_streams_free_the_engine(server: TritonServer) -> None:
     for each in start_streams(server, "slow_stream", NUM_ROWS, max_new_tokens=NUM_LONG):
         each.drop()
-    wait_for(lambda: is_free(server, "slow"), NUM_LONG * STEP_S / 2)
+    wait_until(lambda: is_free(server, "slow"), NUM_LONG * STEP_S / 2)
 
 
 @pytest.mark.parametrize("model", ["slow_stream", "slow"])
@@ -354,7 +348,7 @@ def test_model_may_load_after_its_door_and_be_reloaded(server: TritonServer, con
     events = stream(controlled, "plain_stream", max_new_tokens=NUM_TOKENS)
     assert len(events) > 5
     unload(controlled, "plain")
-    wait_for(lambda: "not_loaded" in stream(controlled, "plain_stream")[0].get("error", ""))
+    wait_until(lambda: "not_loaded" in stream(controlled, "plain_stream")[0].get("error", ""))
     load(controlled, "plain")
     assert joined(stream(controlled, "plain_stream", max_new_tokens=NUM_TOKENS)) == joined(events)
 
@@ -379,7 +373,7 @@ def test_a_model_is_loaded_anew_under_its_streams(controlled: TritonServer) -> N
         time.sleep(0.5)
         os.utime(controlled.model_repository / "slow" / "1" / "model.py")
         load(controlled, "slow")
-        wait_for(lambda: not Path(f"/proc/{old}").exists())
+        wait_until(lambda: not Path(f"/proc/{old}").exists())
         time.sleep(0.5)
         stops.set()
         for asker in askers:

@@ -5,9 +5,7 @@ import re
 import shutil
 import socket
 import threading
-import time
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,6 +16,7 @@ from hf_triton.testing import TritonServer
 from hf_triton_gateway.gateway_config import GatewayConfig
 from hf_triton_gateway.uvicorn_server import uvicorn_config
 from tests.support.paths import ROOT
+from tests.support.waiting import wait_until as wait_until
 
 RUNNING = ("hf_triton_rows_running", "hf_triton_requests_in_flight")
 
@@ -73,10 +72,3 @@ def num_running(server: TritonServer) -> float:
     with urllib.request.urlopen(server.metrics_url) as answer:
         lines = answer.read().decode().splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(RUNNING))
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.05)

@@ -16,6 +16,7 @@ from hf_triton.protocol.tensor_values import Array, encode_strings
 from hf_triton.settings import ModelSettings
 from hf_triton.tasks.image_task import ImageTask
 from tests.support.encoders import build_model
+from tests.support.marks import full
 from tests.support.sentence_checkpoints import LETTERS, quietly
 
 LIMITS = Limits(100, 10_000)
@@ -28,6 +29,8 @@ FAMILIES: Mapping[str, str] = {
     "modernbert": "bytes",
 }
 """Families of `tests.support.encoders` and the kind of their tokenizers."""
+SOME = ["bert", "roberta", "xlm-roberta", *full("distilbert", "deberta-v2", "modernbert")]
+"""Parameters of a test: one family of each kind in `make test`."""
 SPECIAL = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>", "mask_token": "<mask>"}
 WORDS = (
     "the old harbour has two boats, one lighthouse and more gulls than people",

@@ -24,6 +24,7 @@ from hf_triton.settings import ModelSettings
 from hf_triton.tasks.embeddings import Embeddings
 from hf_triton.tasks.encoder_service import build_task_engine
 from hf_triton.tasks.feature_extraction import FeatureExtraction
+from tests.support.marks import full
 from tests.support.sentence_checkpoints import (
     TEXTS,
     quietly,
@@ -93,7 +94,7 @@ MODULES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", MODULES)
+@pytest.mark.parametrize("case", [*list(MODULES)[::3], *full(*list(MODULES)[1::3], *list(MODULES)[2::3])])
 def test_modules_give_the_vectors_of_sentence_transformers(
     case: str, tmp_path: Path, serve: Callable[..., Served]
 ) -> None:
@@ -354,6 +355,7 @@ def test_features_are_nested_as_the_pipeline_nests_them(tmp_path: Path, serve: C
         np.testing.assert_allclose(np.array(json.loads(text)), np.array(wanted), atol=TOLERANCE)
 
 
+@pytest.mark.full
 def test_requests_that_cut_and_that_do_not_leave_each_other_alone(tmp_path: Path, serve: Callable[..., Served]) -> None:
     task = serve(save_sentence_model(tmp_path / "model")).task
     long = "harbour " * 500

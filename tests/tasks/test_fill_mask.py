@@ -12,7 +12,7 @@ from hf_triton.errors import CheckpointError, RequestError
 from hf_triton.protocol.tensor_values import encode_strings
 from hf_triton.tasks.fill_mask import FillMask
 from hf_triton.tasks.zero_shot_classification import ZeroShotClassification
-from tests.support.tasks import FAMILIES, TEXTS, Served, reference, save_task_checkpoint
+from tests.support.tasks import SOME, TEXTS, Served, reference, save_task_checkpoint
 
 LABELS = {0: "contradiction", 1: "neutral", 2: "entailment"}
 CANDIDATES = ["good", "bad", "a boat"]
@@ -44,7 +44,7 @@ def same(found: Any, expected: Any) -> None:
         assert found == (pytest.approx(expected, abs=1e-5) if isinstance(expected, float) else expected)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SOME)
 def test_filled_masks_equal_the_pipeline_s(family: str, serve: Callable[..., tuple[Served, Path]]) -> None:
     served, folder = serve(FillMask, family)
     same(served.json(MASKED), reference(folder, "fill-mask", MASKED))
@@ -93,7 +93,7 @@ def by_label(answers: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("multi_label", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SOME)
 def test_entailed_labels_equal_the_pipeline_s(
     family: str, multi_label: bool, serve: Callable[..., tuple[Served, Path]]
 ) -> None:

@@ -233,6 +233,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(
         served(folder)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("family", "has_texts"), [("vit", False), ("clip", True)])
 def test_a_name_on_the_hub_brings_the_image_processor(family: str, has_texts: bool, tmp_path: Path) -> None:
     folder = save_image_checkpoint(tmp_path / family, family, has_texts=has_texts)

@@ -14,7 +14,7 @@ from transformers import AutoModelForQuestionAnswering
 from hf_triton.errors import RequestError
 from hf_triton.protocol.tensor_values import Array, encode_strings
 from hf_triton.tasks.question_answering import AnswerOptions, QuestionAnswering, find_spans
-from tests.support.tasks import FAMILIES, Served
+from tests.support.tasks import SOME, Served
 
 QUESTION = "Where does Anna live?"
 CONTEXT = (
@@ -86,7 +86,7 @@ def best_span(served: Served, folder: Path, question: str, context: str, max_ans
     return best
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SOME)
 def test_answer_is_the_best_of_all_spans(family: str, serve: Callable[..., tuple[Served, Path]]) -> None:
     served, folder = serve(family)
     for context in (CONTEXT, "Berlin", "the old harbour"):

@@ -19,7 +19,7 @@ from hf_triton.tasks.registry import folder_task
 from hf_triton.tasks.rerank import Rerank
 from hf_triton.testing import build_tiny_checkpoint
 from tests.support.sentence_checkpoints import quietly
-from tests.support.tasks import FAMILIES, TEXTS, Served, save_task_checkpoint
+from tests.support.tasks import SOME, TEXTS, Served, save_task_checkpoint
 
 QUERY = "Where does Anna live?"
 IDENTITY = {"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity", "version": "5.0.0"}}
@@ -46,7 +46,7 @@ def cross_encoder(folder: Path, pairs: list[tuple[str, str]]) -> npt.NDArray[Any
 
 
 @pytest.mark.parametrize("config", [{}, IDENTITY], ids=["sigmoid", "identity"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SOME)
 def test_scores_equal_those_of_a_cross_encoder(
     family: str, config: dict[str, Any], serve: Callable[..., tuple[Served, Path]]
 ) -> None:

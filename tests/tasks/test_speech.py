@@ -16,12 +16,13 @@ import torch
 from hf_triton.errors import CancelledError, CheckpointError, HfTritonError, RequestError
 from hf_triton.hub.kind import find_task
 from hf_triton.tasks.audio import BLOCK_VALUES
+from tests.support.marks import full
 from tests.support.sentence_checkpoints import quietly
 from tests.support.speech import RATE, WINDOW_S, Asked, Served, encode, save_whisper, sound
 
 SHORT = [sound(seconds, seed) for seed, seconds in enumerate((0.5, 1.3, 2.9, 3.0))]
 LONG = [sound(7.9, 5), sound(3.1, 6), sound(13.0, 7)]
-SOUNDS = [*SHORT, LONG[1], *(pytest.param(samples, marks=pytest.mark.full) for samples in (LONG[0], LONG[2]))]
+SOUNDS = [SHORT[0], SHORT[3], LONG[1], *full(*SHORT[1:3], LONG[0], LONG[2])]
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +48,7 @@ def test_a_folder_of_whisper_has_the_task(served: Served) -> None:
 @pytest.mark.parametrize("samples", SOUNDS, ids=lambda samples: f"{len(samples) / RATE:g} s")
 @pytest.mark.parametrize(
     "parameters",
-    [
-        {},
-        {"language": "de"},
-        *(pytest.param(each, marks=pytest.mark.full) for each in ({"task": "translate"}, {"max_new_tokens": 5})),
-    ],
+    [{"language": "de"}, *full({}, {"task": "translate"}, {"max_new_tokens": 5})],
     ids=lambda parameters: "".join(parameters) or "plain",
 )
 def test_texts_are_those_of_transformers(served: Served, samples: Any, parameters: dict[str, Any]) -> None:
@@ -128,6 +125,7 @@ def test_an_initial_prompt_is_that_of_transformers(served: Served) -> None:
     assert found["text"] != served.json(encode(SHORT[1], subtype="FLOAT"))[0]["text"]
 
 
+@pytest.mark.full
 def test_audio_in_company_is_as_alone(served: Served) -> None:
     files = [encode(samples, subtype="FLOAT") for samples in (*SHORT[1:], *LONG[:2])]
     alone = [served.json(file, return_timestamps=True)[0] for file in files]

@@ -11,7 +11,7 @@ import pytest
 from hf_triton.errors import RequestError
 from hf_triton.protocol.tensor_values import Array, encode_strings
 from hf_triton.tasks.text_classification import TextClassification
-from tests.support.tasks import FAMILIES, TEXTS, Served, reference
+from tests.support.tasks import SOME, TEXTS, Served, reference
 
 TASK = "text-classification"
 LABELS = {0: "bad", 1: "neither", 2: "good"}
@@ -37,7 +37,7 @@ def same(found: Any, expected: Any) -> None:
         assert found["score"] == pytest.approx(expected["score"], abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SOME)
 def test_labels_and_scores_equal_the_pipeline_s(family: str, serve: Callable[..., tuple[Served, Path]]) -> None:
     served, folder = serve(family)
     same(served.json(TEXTS), [answer for (answer,) in reference(folder, TASK, TEXTS)])

@@ -11,7 +11,7 @@ import pytest
 from hf_triton.errors import RequestError
 from hf_triton.protocol.tensor_values import Array, encode_strings
 from hf_triton.tasks.token_classification import TokenClassification
-from tests.support.tasks import FAMILIES, TEXTS, Served, reference
+from tests.support.tasks import SOME, TEXTS, Served, reference
 
 TASK = "token-classification"
 LABELS = {0: "O", 1: "B-PER", 2: "I-PER", 3: "B-LOC", 4: "I-LOC"}
@@ -32,7 +32,7 @@ def same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SOME)
 @pytest.mark.filterwarnings("ignore:Tokenizer does not support real words")
 def test_entities_equal_the_pipeline_s(family: str, strategy: str, serve: Callable[[str], tuple[Served, Path]]) -> None:
     served, folder = serve(family)

@@ -18,6 +18,7 @@ from hf_triton.tasks.question_answering import QuestionAnswering
 from hf_triton.tasks.rerank import Rerank
 from hf_triton.tasks.text_classification import TextClassification
 from hf_triton.tasks.token_classification import TokenClassification
+from tests.support.marks import full
 from tests.support.sentence_checkpoints import save_sentence_model
 from tests.support.tasks import LIMITS, Served
 
@@ -41,7 +42,7 @@ def classifier(serve_task: Callable[..., tuple[Served, Path]]) -> Callable[[str]
 
 @pytest.mark.parametrize("limit", [5, 17, -1])
 @pytest.mark.parametrize("side", ["left", "right", None])
-@pytest.mark.parametrize("family", ["bert", "roberta"])
+@pytest.mark.parametrize("family", ["roberta", *full("bert")])
 def test_texts_and_pairs_are_cut_as_the_tokenizer_cuts_them(
     classifier: Callable[[str], tuple[Any, Path]], family: str, side: Any, limit: int
 ) -> None:

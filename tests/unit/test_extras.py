@@ -85,7 +85,8 @@ def installed_with(*texts: str) -> set[str]:
     return names
 
 
-INSTALLED = {canonicalize_name(name) for names in packages_distributions().values() for name in names}
+DISTRIBUTIONS = packages_distributions()
+INSTALLED = {canonicalize_name(name) for names in DISTRIBUTIONS.values() for name in names}
 
 
 def imported_modules() -> set[str]:
@@ -101,8 +102,7 @@ def imported_modules() -> set[str]:
 
 def test_serving_finds_every_import_among_its_dependencies() -> None:
     present = installed_with(*PLAIN, *required("server"))
-    distributions = packages_distributions()
-    providers = {name: set(map(canonicalize_name, distributions.get(name, [name]))) for name in imported_modules()}
+    providers = {name: set(map(canonicalize_name, DISTRIBUTIONS.get(name, [name]))) for name in imported_modules()}
     missing = set().union(*(packages for packages in providers.values() if not packages & present))
     assert missing == set(OPTIONAL)
     for package, extra in OPTIONAL.items():
@@ -134,8 +134,7 @@ def undeclared(graph: grimp.ImportGraph, roots: Iterable[str], extras: Iterable[
             modules |= graph.find_upstream_modules(module)
     foreign = {name.partition(".")[0] for name in modules} - sys.stdlib_module_names - {*PACKAGES} - NOT_OURS
     present = installed_with(*PLAIN, *set().union(*map(required, extras)))
-    distributions = packages_distributions()
-    return {name for name in foreign if not {*map(canonicalize_name, distributions.get(name, [name]))} & present}
+    return {name for name in foreign if not {*map(canonicalize_name, DISTRIBUTIONS.get(name, [name]))} & present}
 
 
 def module_of(command: str) -> str:
@@ -190,7 +189,7 @@ def test_extras_of_models_have_the_model_and_the_server_has_all() -> None:
     assert [extra for extra in of_models if not declared(extra) >= declared("model")] == []
     assert declared("server") >= declared("model") | declared("gateway") | declared("cli")
     for extra in MODULES:
-        brought = {module: packages_distributions()[module] for module in MODULES[extra]}
+        brought = {module: DISTRIBUTIONS[module] for module in MODULES[extra]}
         assert {canonicalize_name(names[0]) for names in brought.values()} - {"grpcio"} == declared(extra) - {
             "protobuf"
         }

@@ -22,6 +22,7 @@ from hf_triton.sampling.params import SamplingParams
 from hf_triton.sampling.types import Constraint
 from hf_triton.tasks.text_generation.response_template import MessageFormat, shipped_names, shipped_template
 from tests.support.grammars import allowed_tokens
+from tests.support.marks import full
 from tests.support.tokenizers import BOS, EOS, UNK, byte_level
 
 TOOLS = [
@@ -240,7 +241,7 @@ def sweep_freely(name: str, num: int, *, is_special: bool, seed: int = 0) -> int
     return num_calls
 
 
-@pytest.mark.parametrize("is_special", [False, True])
+@pytest.mark.parametrize("is_special", [False, *full(True)])
 @pytest.mark.parametrize("name", OPENINGS)
 def test_a_call_that_a_model_opens_is_one_of_the_tools(name: str, is_special: bool) -> None:
     num_ended, _ = sweep(name, 2 * len(OPENINGS[name]), is_special=is_special)

@@ -32,9 +32,10 @@ from tests.support.grammars import (
     regex,
     rejection,
 )
+from tests.support.marks import full
 from tests.support.tokenizers import WITH_BYTES, bytes_of, raw_ids, tokenizer_of
 
-KINDS = [WITH_BYTES[0], pytest.param(WITH_BYTES[1], marks=pytest.mark.full)]
+KINDS = [WITH_BYTES[0], *full(WITH_BYTES[1])]
 NULLABLE = {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/node"}]}
 NODE = {
     "type": "object",

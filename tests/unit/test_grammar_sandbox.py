@@ -22,6 +22,7 @@ HOSTILE = json_schema({"allOf": [{"pattern": f".*{number:x}"} for number in rang
 """A thousand characters that take the library minutes."""
 
 
+@pytest.mark.full
 def test_grammar_that_takes_minutes_is_refused_and_the_next_one_compiled() -> None:
     start_s = time.monotonic()
     assert "takes more than 3 s of a processor" in rejection(HOSTILE)

@@ -24,6 +24,7 @@ from hf_triton.hub.spec import CheckpointSpec
 from hf_triton.testing import LoopbackHub, flip_bit
 from tests.support.folders import shadow_modules
 from tests.support.hub import CANARY, COMMIT, MODEL, build_hub, write_snapshot
+from tests.support.marks import full
 from tests.support.waiting import wait_until
 
 SPEC = CheckpointSpec(MODEL)
@@ -237,7 +238,7 @@ def test_download_without_disk_space_is_refused_before_it_begins(
     downloader.check_disk_space(sizes, COMMIT)
 
 
-@pytest.mark.parametrize("name", TOKEN_VARIABLES)
+@pytest.mark.parametrize("name", [TOKEN_VARIABLES[0], *full(*TOKEN_VARIABLES[1:])])
 def test_each_token_variable_opens_a_gated_model(tmp_path: Path, loopback: LoopbackHub, name: str) -> None:
     loopback.add(MODEL, tmp_path / "checkpoint", gated=True)
     token = {name: loopback.access_token}
@@ -335,8 +336,8 @@ def add_adapter(tmp_path: Path, loopback: LoopbackHub) -> None:
     loopback.add(MODEL, tmp_path / "checkpoint")
 
 
-@pytest.mark.parametrize("has_links", [True, pytest.param(False, marks=pytest.mark.full)])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("has_links", [True, *full(False)])
+@pytest.mark.parametrize("name", ["model.safetensors", *full(*list(KINDS)[1:])])
 def test_a_file_that_arrives_damaged_does_not_stay(
     tmp_path: Path, kinds: LoopbackHub, name: str, has_links: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

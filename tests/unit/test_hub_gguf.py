@@ -104,6 +104,7 @@ def test_a_file_that_is_alone_needs_no_setting(hub: LoopbackHub, tmp_path: Path)
     assert [path.name for path in resolve(hub, tmp_path, huggingface_model="acme/one").iterdir()] == [FILES[1]]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("settings", [{}, {"gguf_file": "BF16"}, {"gguf_file": PARTS[1]}])
 def test_all_parts_are_fetched(settings: dict[str, str], hub: LoopbackHub, tmp_path: Path) -> None:
     folder = resolve(hub, tmp_path, huggingface_model="acme/parts", **settings)

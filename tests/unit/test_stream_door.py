@@ -36,6 +36,7 @@ from hf_triton.tasks.interface import ResponseConfig
 from hf_triton.tasks.serving.inference_request import InferenceRequest
 from hf_triton.tasks.serving.sender import ResponseSender
 from hf_triton.triton_backend.cancellation import RequestPoller
+from tests.support.marks import full
 from tests.support.waiting import wait_until
 
 SOON_S = 20.0
@@ -502,7 +503,7 @@ def test_a_request_sent_on_can_be_cancelled(make_engine: Callable[..., Engine], 
     wait_until(lambda: first.is_cancelled() and second.is_cancelled())
 
 
-@pytest.mark.parametrize("num_cycles", [10, pytest.param(100, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num_cycles", [10, *full(100)])
 def test_no_request_is_lost_while_a_version_comes_and_goes(
     num_cycles: int, make_engine: Callable[..., Engine], engines: Engines
 ) -> None:

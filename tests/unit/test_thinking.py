@@ -18,6 +18,7 @@ from hf_triton.protocol.thinking_switches import Thinking
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.tasks.text_generation.message import MessageReader, ThinkingReader
 from tests.support.grammars import allowed_tokens, choice, json_schema, regex
+from tests.support.marks import full
 from tests.support.tokenizers import BOS, EOS, UNK, byte_level
 
 SCHEMA = {
@@ -118,7 +119,7 @@ def read(text: str, thinking: Thinking, size: int, *, is_cut: bool = False) -> d
     return reader.message()
 
 
-@pytest.mark.parametrize("budget", [None, 0, 5])
+@pytest.mark.parametrize("budget", [5, *full(None, 0)])
 @pytest.mark.parametrize("is_open", [True, False])
 @pytest.mark.parametrize("kind", [*TAGS, "channels"])
 def test_what_follows_thinking_is_json_of_the_schema(kind: str, is_open: bool, budget: int | None) -> None:
