@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -216,8 +217,13 @@ def open_local(request: urllib.request.Request | str, timeout_s: float) -> Any:
 
     Of HTTPS it checks no certificate, which is for the names that clients use.
     """
+    return _local_opener().open(request, timeout=timeout_s)
+
+
+@functools.cache
+def _local_opener() -> urllib.request.OpenerDirector:
     unchecked = urllib.request.HTTPSHandler(context=ssl._create_unverified_context())
-    return urllib.request.build_opener(urllib.request.ProxyHandler({}), unchecked).open(request, timeout=timeout_s)
+    return urllib.request.build_opener(urllib.request.ProxyHandler({}), unchecked)
 
 
 def flag_value(arguments: Sequence[str], flag: str) -> str | None:
