@@ -4,16 +4,19 @@
     python benchmarks/gpu/ranks.py llama-3-8b --out FOLDER
     python benchmarks/gpu/ranks.py tiny --out FOLDER --small        two processes on a CPU
 
-`calls` are Python calls of rank 0 in a step, and `bytes` what it sends each other rank. Steps are eager. Has never run
-on two cards.
+`calls` are Python calls of rank 0 in a step, `bytes` what it sends each other rank, and `cpu_ms` the processor time of
+all ranks together. Steps are eager. Has never run on two cards.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 import tempfile
+import time
 from argparse import Namespace
+from collections.abc import Sequence
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -70,19 +73,28 @@ def count_calls(runner: ModelRunner, step: Step) -> int:
     return count
 
 
-def measure(runner: ModelRunner, options: Namespace, log: Figures, size: int) -> None:
+def processor_s(others: Sequence[int]) -> float:
+    """Processor time that this process and others have used, on Linux."""
+    fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in others]
+    return time.process_time() + sum(int(each[11]) + int(each[12]) for each in fields) / os.sysconf("SC_CLK_TCK")
+
+
+def measure(runner: ModelRunner, options: Namespace, log: Figures, size: int, pids: Sequence[int] = ()) -> None:
     loads = SMALL_LOADS if options.small else LOADS
     for num_sequences, num_cached in loads:
         step = decoding_step(num_sequences, num_cached, runner.block_size)
         with log.attempt(ranks=size, load=f"{num_sequences} x {num_cached}"):
             runner.allocate(num_sequences * (num_cached // runner.block_size + 1))
             runner.run(step)
+            used_s = processor_s(pids)
             spans = [wall_s(lambda step=step: runner.run(step), runner.device) for _ in range(NUM_ROUNDS)]  # type: ignore[misc]
+            used_s = processor_s(pids) - used_s
             sent = len(ForkingPickler.dumps(("run", (step, None)))) if size > 1 else 0
             log.add(
                 ranks=size,
                 load=f"{num_sequences} x {num_cached}",
                 ms=1000 * statistics.median(spans),
+                cpu_ms=1000 * used_s / NUM_ROUNDS,
                 calls=count_calls(runner, step),
                 bytes=sent,
             )
@@ -108,7 +120,8 @@ def main(options: Namespace) -> None:
             else:
                 with ranks.loading():
                     ranks.check_equal(describe(model), "as its part of the model")
-                    measure(LeadingRunner(ranks, model, PACKED), options, log, size)
+                    pids = [process.pid for process in ranks._processes.values()]
+                    measure(LeadingRunner(ranks, model, PACKED), options, log, size, pids)
                 ranks.close()
             del model
             release()

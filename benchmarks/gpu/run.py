@@ -81,7 +81,7 @@ TASKS = (
     Task("falcon", 150, engine.main, "falcon-7b", is_default=False),
     Task("ranks", 120, ranks.main, "llama-3-8b", is_default=False),
 )
-LARGE_TASKS = frozenset({"qwen", "falcon", "tests", "ranks"})
+LARGE_TASKS = frozenset({"qwen", "falcon", "tests"})
 """Models that `--small` leaves out: the same code as `llama`, and what needs a device."""
 
 

@@ -158,9 +158,9 @@ class FolderCheck:
         with self._errors("settings"):
             context_length(model_config, settings.max_context_length)
         with self._errors("device"):
-            _check_devices(config)
-            if settings.tensor_parallel_size > 1:
+            if settings.tensor_parallel_size > 1:  # first, as another kind of devices would be wrong too
                 _check_ranks(own, checkpoint, self._folder, model_config, settings, config, task)
+            _check_devices(config)
         if scarce := scarce_shared_memory():
             self._add("shared memory", "warning", scarce)
         self._check_weights(checkpoint, model_config, settings, task, config)

@@ -11,7 +11,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 MODEL_INFO: Final = "model_info"
 """The parameter."""
@@ -65,6 +65,9 @@ class ModelInfo:
     """Why a model that could read images takes none, or has them computed by `generate`; empty: neither is so."""
     error_form: int = 0
     """The version of errors as data that a request may ask for by the parameter `error_form`; 0: none."""
+    ranks: tuple[Mapping[str, Any], ...] = ()
+    """Of a model in ranks, what each holds, rank 0 first: `device`, `weights_bytes`, and `cache_bytes`, those of all
+    blocks of its KV cache; empty: it is whole."""
     is_sleeping: bool | None = None
     """Whether it sleeps, see `hf_triton.protocol.sleep`; asking does not wake it. None: a process that cannot."""
 
@@ -77,7 +80,7 @@ class ModelInfo:
         facts = (
             self.architecture,
             self.task if self.engine not in ENGINES else "",
-            f"{self.dtype} on {self.device}",
+            f"{self.dtype} on {self.device}" + (f" in {len(self.ranks)} ranks" if self.ranks else ""),
             f"{self.memory_bytes / 1e9:.2f} GB" if self.memory_bytes >= 1e9 else f"{self.memory_bytes / 1e6:.1f} MB",
             ENGINES.get(self.engine, self.engine),
             f"KV cache of {max_cache_tokens:,} tokens" if max_cache_tokens else "",
@@ -99,5 +102,9 @@ class ModelInfo:
             raise ValueError(f"it is not what {MODEL_INFO} answers") from error
         variables = info.template_variables and tuple(info.template_variables)
         return dataclasses.replace(
-            info, template_variables=variables, inputs=tuple(info.inputs), slower=tuple(info.slower)
+            info,
+            template_variables=variables,
+            inputs=tuple(info.inputs),
+            slower=tuple(info.slower),
+            ranks=tuple(info.ranks),
         )

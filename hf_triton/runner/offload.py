@@ -40,7 +40,7 @@ class OffloadedWeights:
             storage = tensor.untyped_storage()
             if tensor.device.type == "cuda" and storage.nbytes() and storage.resizable():
                 storages[storage.data_ptr()] = tensor.device, storage
-        left = int(FreeMemory().of(torch.device("cpu")) * HOST_FRACTION)
+        left = int(FreeMemory().of(torch.device("cpu")) * HOST_FRACTION) // _num_processes()
         moved = []
         for device, storage in storages.values():
             needed = 1 << (storage.nbytes() - 1).bit_length()  # torch rounds up what it pins
@@ -106,6 +106,13 @@ def _allocate(num_bytes: int) -> torch.Tensor | None:
         except (MemoryError, RuntimeError) as error:
             logger.debug("%d bytes of the host's memory cannot be had (pinned: %s): %s", num_bytes, is_pinned, error)
     return None
+
+
+def _num_processes() -> int:
+    """How many processes have a part of the model, and move theirs at the same time."""
+    from torch import distributed
+
+    return distributed.get_world_size() if distributed.is_initialized() else 1
 
 
 def _wait_for(devices: Iterable[torch.device]) -> None:

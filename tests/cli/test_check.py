@@ -522,6 +522,10 @@ def test_a_missing_gpu_is_an_error(folder: Path) -> None:
     assert findings(folder)["device"][0] == "error"
     edit(folder, "KIND_GPU", "KIND_CPU")
     assert "device" not in findings(folder)
+    add(folder, "tensor_parallel_size", "2")
+    for kind in ("KIND_CPU", "KIND_GPU"):
+        edit(folder, "KIND_CPU", kind)
+        assert f"has {kind}: write instance_group [{{ kind: KIND_MODEL" in findings(folder)["device"][1]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

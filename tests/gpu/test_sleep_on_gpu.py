@@ -19,6 +19,9 @@ from hf_triton.runner import device_step, offload
 from hf_triton.runner.budget import FreeMemory
 from hf_triton.runner.cuda import fuse
 from hf_triton.runner.lora.model_adapters import Adapters
+from hf_triton.runner.model_runner import PACKED
+from hf_triton.runner.ranks.following import _Follower
+from hf_triton.runner.step import Step, TokenRange
 from hf_triton.sampling.params import SamplingParams
 from hf_triton.testing import build_tiny_checkpoint
 from tests.gpu.conftest import Replays
@@ -215,3 +218,33 @@ def test_weights_that_cannot_be_pinned_are_moved_and_without_room_they_stay(
             assert turn(engine, True).is_sleeping
         assert num_weight_bytes(model) == (0 if lacks == "pins" else num_bytes)
         assert token_ids(Client(engine).ask(PROMPT, SamplingParams(8))) == expected
+
+
+class Script:
+    """The orders of a rank, in turn; it notes the bytes of the model's weights at each."""
+
+    def __init__(self, model: Any, *commands: tuple[Any, ...]) -> None:
+        self._model, self._commands = model, list(commands)
+        self.held: list[int] = []
+        self.told: list[Any] = []
+
+    def take(self, timeout_s: float | None = None) -> tuple[str, tuple[Any, ...]]:
+        self.held.append(num_weight_bytes(self._model))
+        name, *arguments = self._commands.pop(0)
+        return name, tuple(arguments)
+
+    def tell(self, kind: str, value: Any = None) -> None:
+        self.told.append(value)
+
+
+def test_another_rank_gives_back_weights_and_blocks(tmp_path: Path) -> None:
+    model = load("llama", tmp_path).to("cuda")
+    step = Step((TokenRange(0, 0, 3, [5, 6, 7], [0], 3, samples=(0,)),))
+    begin = [("begin", PACKED, 16), ("memory_per_token",), ("allocate", 4, 1), ("run", step, None)]
+    orders = Script(model, *begin, ("sleep",), ("restore",), ("run_token", 1), ("run", step, None))
+    with pytest.raises(IndexError):  # the script's end
+        _Follower(orders).follow(model)
+    *awake, asleep, _, _, end = orders.held[1:]
+    assert {*awake, end} == {num_weight_bytes(model)}
+    assert asleep == 0
+    assert orders.told[0]["weights_bytes"] == sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))

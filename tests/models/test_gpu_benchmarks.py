@@ -32,8 +32,19 @@ def test_every_part_runs_and_says_what_a_cpu_leaves_out(tmp_path: Path) -> None:
     assert found.returncode == 0, found.stdout[-3000:]
     records = read(tmp_path / "figures.jsonl")
     assert [each for each in records if "failed" in each] == []
-    parts = {"machine", "engine", "captured", "served", "attention", "equality", "encoder", "sampling", "peers", "run"}
-    assert {each["part"] for each in records} == parts
+    parts = {
+        "machine",
+        "engine",
+        "captured",
+        "served",
+        "attention",
+        "equality",
+        "encoder",
+        "sampling",
+        "peers",
+        "ranks",
+    }
+    assert {each["part"] for each in records} == {*parts, "run"}
     assert all(each["equal"] == each["of"] for each in records if "equal" in each and each["load"] == "float32")
     skipped = {(each["part"], each["name"]) for each in records if "skipped" in each}
     assert {("attention", "sweep"), ("engine", "profile"), ("peers", "paged"), ("peers", "compiled")} <= skipped

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
@@ -22,7 +22,9 @@ from typing import Any, Final
 from hf_triton.errors import HfTritonError
 from hf_triton.runner.device import DeviceContext
 from hf_triton.runner.faults import described, loggable
-from hf_triton.runner.ranks.processes import BEAT_S, MAX_SILENT_BEATS
+from hf_triton.runner.gpu_memory import weight_bytes
+from hf_triton.runner.offload import OffloadedWeights, release_freed
+from hf_triton.runner.ranks.processes import BEAT_S, MAX_STOPPED_BEATS
 
 PR_SET_PDEATHSIG: Final = 1
 LINGER_S: Final = 0.5
@@ -67,7 +69,7 @@ class Orders:
     def _beat(self) -> None:
         num_stopped = 0
         with contextlib.suppress(OSError):
-            while num_stopped <= MAX_SILENT_BEATS:
+            while num_stopped < MAX_STOPPED_BEATS:
                 self.tell("beat")
                 time.sleep(BEAT_S)
                 num_stopped = num_stopped + 1 if _is_stopped(self._parent) else 0
@@ -113,6 +115,7 @@ class _Follower:
         context = DeviceContext(model.get_input_embeddings().weight.device)
         context.begin()
         runner: Any = None
+        weights = OffloadedWeights()
         while True:
             try:
                 name, arguments = self._orders.take(LINGER_S)
@@ -133,8 +136,26 @@ class _Follower:
                 runner.run(step, None if tokens is None else _receive(tokens, runner.device))
             elif name == "capture":
                 self._orders.tell("answer", (runner.capture(*arguments), runner.partly))
+            elif name == "memory_per_token":
+                self._orders.tell("answer", describe_share(runner, runner.memory_per_token()[0]))
+            elif name == "sleep":
+                runner.sleep()
+                if runner.device.type == "cuda":
+                    weights.offload([*model.parameters(), *model.buffers()])
+                release_freed(runner.device)
+            elif name == "restore":
+                weights.restore()
             else:
                 getattr(runner, name)(*arguments)
+
+
+def describe_share(runner: Any, bytes_per_token: Mapping[Any, int]) -> dict[str, Any]:
+    """What a rank holds: see `ModelInfo.ranks`, but with the bytes of a token's keys and values in place of all."""
+    return {
+        "device": str(runner.device),
+        "weights_bytes": sum(weight_bytes(runner.model).values()),
+        "cache_bytes": sum(bytes_per_token.values()),
+    }
 
 
 def _receive(tokens: tuple[int, dict[int, int]], device: Any) -> Any:

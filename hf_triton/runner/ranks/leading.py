@@ -6,6 +6,7 @@ Each decision that may depend on the device is rank 0's, or is compared with tho
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -13,13 +14,17 @@ from typing import Any
 import torch
 from torch import distributed
 
+from hf_triton.runner.budget import size_words
 from hf_triton.runner.faults import RankError, loggable
 from hf_triton.runner.model_runner import ModelRunner, Way
+from hf_triton.runner.ranks.following import describe_share
 from hf_triton.runner.ranks.parts import check_parts
 from hf_triton.runner.ranks.processes import Ranks
 from hf_triton.runner.step import Step
 from hf_triton.runner.step_tensors import InflightTokens
 from hf_triton.runner.way_probe import Finding, find_way
+
+logger = logging.getLogger(__name__)
 
 
 def find_way_together(ranks: Ranks, model: Any, context_length: int) -> Finding:
@@ -36,6 +41,7 @@ class LeadingRunner(ModelRunner):
 
     def __init__(self, ranks: Ranks, model: Any, way: Way, *, block_size: int | None = None) -> None:
         self._ranks = ranks
+        self._shares: list[dict[str, Any]] = []
         self._is_leading = False
         ranks.send("begin", way, block_size)
         super().__init__(model, way, block_size=block_size)
@@ -56,6 +62,13 @@ class LeadingRunner(ModelRunner):
     def allocate(self, num_blocks: int, num_slots: int = 1) -> None:
         with self._leading("allocate", num_blocks, num_slots):
             super().allocate(num_blocks, num_slots)
+        num_tokens = num_blocks * self.block_size
+        self._ranks.shares = [each | {"cache_bytes": each["cache_bytes"] * num_tokens} for each in self._shares]
+        for rank, each in enumerate(self._ranks.shares):
+            sizes = size_words(each["weights_bytes"]), size_words(each["cache_bytes"])
+            logger.info(
+                "rank %d of %d on %s: %s of weights, %s of KV cache", rank, self._ranks.size, each["device"], *sizes
+            )
 
     def give_back(self, blocks: list[int]) -> None:
         with self._leading("give_back", blocks):
@@ -69,12 +82,17 @@ class LeadingRunner(ModelRunner):
         with self._leading("sleep"):
             super().sleep()
 
+    def wake(self) -> None:
+        self._ranks.send("restore")
+        super().wake()
+
     def memory_per_token(self) -> tuple[Mapping[torch.device, int], int]:
         """See `ModelRunner.memory_per_token`; on a CPU, of all ranks, which share its memory."""
         with self._leading("memory_per_token"):
             bytes_per_token, slot_tokens = super().memory_per_token()
+        self._shares = [describe_share(self, bytes_per_token), *self._ranks.answers()]
         if self.device.type == "cpu":
-            bytes_per_token = {device: self._ranks.size * size for device, size in bytes_per_token.items()}
+            bytes_per_token = {self.device: sum(each["cache_bytes"] for each in self._shares)}
         return bytes_per_token, slot_tokens
 
     def capture(self, max_sequences: int, num_drafted: int = 0) -> str | None:

@@ -34,12 +34,16 @@ logger = logging.getLogger(__name__)
 BEAT_S: Final = 1.0
 MAX_SILENT_BEATS: Final = 8
 """So many beats without a word are a death."""
+MAX_STOPPED_BEATS: Final = 3
+"""A rank 0 that is stopped at so many beats is ended: its server then has 10 s to end (`Sentinel`), and 15 s in all."""
 MAX_SILENT_BEATS_AT_LOAD: Final = 60
 """Reading one large tensor from a slow disk may hold a process up."""
 GRACE_S: Final = 3.0
 """How long an operation between the ranks may take to fail after one of them has died."""
 LOAD_GRACE_S: Final = 60.0
 """The same at load, when rank 0 may read weights meanwhile."""
+JOIN_S: Final = 30.0
+"""How long ranks that have told that they come may take to find each other; less than `LOAD_GRACE_S`."""
 OPERATION_S: Final = 600.0
 """How long an operation between the ranks may take; loading is one."""
 END_S: Final = 5.0
@@ -62,6 +66,8 @@ class Ranks:
         self.size = size
         self.fault = ""
         """Why the ranks have ended, as a sentence; empty: they have not."""
+        self.shares: list[dict[str, Any]] = []
+        """What each rank holds, rank 0 first, once the cache is allocated; see `ModelInfo.ranks`."""
         self._module, self._environment = module, environment
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._inputs: list[Connection] = []
@@ -189,7 +195,7 @@ class Ranks:
         silent = dict.fromkeys(self._answers, 0)
         last_s = time.monotonic()
         while not self._closed.is_set():
-            ready = wait([*self._outputs], BEAT_S)
+            ready = wait([*self._outputs], max(0.0, last_s + BEAT_S - time.monotonic()))
             for connection, rank in self._outputs.items():
                 if connection not in ready:
                     continue
@@ -210,7 +216,7 @@ class Ranks:
             limit = MAX_SILENT_BEATS_AT_LOAD if self._fail is None else MAX_SILENT_BEATS
             for rank in silent:
                 silent[rank] += 1
-                if silent[rank] > limit:
+                if silent[rank] >= limit:
                     self._lose(rank, f"has said nothing for {limit} s")
                     return
 
@@ -264,6 +270,7 @@ def join_group(store: str, rank: int, size: int) -> None:
     """
     import torch
     from torch import distributed
+    from torch.distributed import distributed_c10d
 
     has_gpus = torch.cuda.is_available()
     if has_gpus:
@@ -275,8 +282,9 @@ def join_group(store: str, rank: int, size: int) -> None:
         store=distributed.FileStore(f"{store}/store", size),  # type: ignore[attr-defined]
         rank=rank,
         world_size=size,
-        timeout=datetime.timedelta(seconds=OPERATION_S),
+        timeout=datetime.timedelta(seconds=JOIN_S),
     )
+    distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=OPERATION_S))
 
 
 def _abort_operations() -> None:
@@ -291,8 +299,10 @@ def _abort_operations() -> None:
 
 def _leave_group() -> None:
     from torch import distributed
+    from torch.distributed import distributed_c10d
 
     _abort_operations()
     with contextlib.suppress(Exception):
         if distributed.is_initialized():
             distributed.destroy_process_group()
+        distributed_c10d._world.group_count = 0  # one that was not joined is counted too, and ranks meet by the count

@@ -313,6 +313,7 @@ def build_text_generation(
             task=settings.task or "text-generation",
             engine=engine.name,
             slower=tuple(engine.slower),
+            ranks=() if ranks is None else tuple(ranks.shares),
             images="no" if isinstance(images, str) else engine.images,
             image_obstacle=images if isinstance(images, str) else engine.image_obstacle,
             **preparer.chat_info(),
