@@ -300,7 +300,9 @@ class ModelSettings(BaseModel):
     """How the continuous engine, and an encoder that PyTorch computes, run the forwards of small steps (up to 1,024
     tokens) on a GPU. `auto` captures them as CUDA graphs at load, and runs them eagerly, with a reason in the log, if
     the model cannot be captured; `cuda_graphs` refuses to load then; `eager` captures nothing. The
-    document on LoRA adapters says which of their steps are captured."""
+    document on LoRA adapters says which of their steps are captured. On a CPU the engine records the calls of steps of
+    up to 16 tokens at load and makes them without the model's modules, if a trial finds the same bits; `eager` does
+    not."""
 
     pack_weights: Literal["auto"] | bool = "auto"
     """Whether to repack the weights of linear layers for oneDNN on a CPU. `auto` times each shape of layer at load, for

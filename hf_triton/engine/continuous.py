@@ -49,6 +49,8 @@ class ContinuousBatchingEngine(GenerationWorker):
             self.runner.allocate_slots()
         self.memory = allocate_cache(self.runner, options)
         self.runner.warm_up()
+        if options.decoding != "eager" and options.ranks is None:
+            self.runner.record(max_num_seqs)
         num_proposed = self._num_proposed(options.prompt_lookup)
         self.slower += capture_forwards(
             options.decoding, self.runner.device, lambda: self.runner.capture(max_num_seqs, num_proposed)

@@ -24,6 +24,7 @@ from hf_triton.runner.images import Images
 from hf_triton.runner.long_rope import LongRope, has_long_rope
 from hf_triton.runner.lora.model_adapters import Adapters
 from hf_triton.runner.paged_cache import PagedCache
+from hf_triton.runner.recorded import SIZES, RecordedForward, Recorder
 from hf_triton.runner.state_scans import continue_scans
 from hf_triton.runner.state_slots import decodes_as_it_prefills
 from hf_triton.runner.step import Step, TokenRange
@@ -43,6 +44,10 @@ WARM_UP_TOKENS: Final = 1024, 1040
 CPU_BLOCK_SIZE: Final = 64
 """Tokens of a block: a CPU's prefetching wants long runs, a GPU's memory short ones."""
 GPU_BLOCK_SIZE: Final = 16
+MAX_RECORDED: Final = 16
+"""Tokens of the largest step whose calls are recorded: larger ones take their time for the model's own operations."""
+TRIAL_LENGTH: Final = 8
+"""Tokens of each sequence that a trial of recorded calls has."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,8 @@ class ModelRunner:
         self._graphs: StepGraphs | None = None
         self._adapter_graphs: StepGraphs | None = None
         """Graphs of steps with adapters."""
+        self._recorded: RecordedForward | None = None
+        """Stands in the model's place for small steps; see `record`."""
         self._num_slots = 1
         self._captured: tuple[int, int] | None = None  # the arguments of a capture that is repeated after a sleep
         self.partly: list[str] = []
@@ -194,6 +201,39 @@ class ModelRunner:
             if self._adapter_graphs is None:
                 self._adapters.drop_slots()
         return reason
+
+    @torch.inference_mode()
+    def record(self, max_sequences: int) -> None:
+        """On a CPU, record the calls of small steps, if a trial finds the same bits; nothing else runs.
+
+        LongRoPE has two sets of frequencies: a model with them runs as it is, and so do all while adapters run.
+        """
+        way, count = self.way, min(self.cache.num_blocks, max(max_sequences, SIZES[-1]), MAX_RECORDED)
+        is_other = way.gathers or way.calls_torch or way.prefills_whole or not self.is_packed or self._is_split
+        has_more = self._long_rope is not None or "position_ids" not in self._accepts
+        if self.device.type != "cpu" or is_other or has_more or count < SIZES[-1]:
+            return
+
+        def run(size: int, start: int, end: int) -> torch.Tensor:
+            return self.run(Step(tuple(_trial_range(number, start, end) for number in range(size))))
+
+        model, recorder = self.model, Recorder(self.model)
+        trials = [(size, at, at + 1) for size in (1, SIZES[-1], count) for at in (4, TRIAL_LENGTH - 1)]
+        try:
+            run(count, 0, TRIAL_LENGTH)
+            self.model = recorder
+            for size in SIZES:
+                run(size, 3, 4)
+            self.model = model
+            expected = [run(*trial) for trial in trials]
+            self._recorded = recorder.recorded(count)
+            if not all(torch.equal(logits, run(*trial)) for logits, trial in zip(expected, trials, strict=True)):
+                self._recorded = None
+            logger.info("calls of steps of up to %d tokens are recorded: %s", count, self._recorded is not None)
+        except Exception as error:  # a model may do anything in its forward
+            self.model, self._recorded = model, None
+            logger.info("no calls are recorded: %s", described(error))
+        self.give_back(list(range(count)))
 
     def _capture_gathering(self, sizes: Sequence[StepSize], reason: str) -> bool:
         """Capture the smallest steps of a mixture of experts otherwise; `reason`: why not as it is."""
@@ -410,7 +450,10 @@ class ModelRunner:
             arguments["logits_to_keep"] = rows.tolist() if self._is_split else rows
         self.cache.begin(step)
         with self._device_context, attention_of(self.cache, self._configs), self._torch_attention:
-            output = self.model(input_ids=token_ids, **arguments)
+            recorded = self._recorded
+            is_plain = recorded is not None and not self._adapter_of and recorded.stands_for(self.model)
+            call = recorded if recorded is not None and is_plain else self.model
+            output = call(input_ids=token_ids, **arguments)
         self.cache.end()
         logits: torch.Tensor = output.logits.flatten(0, 1)
         return logits if keeps or rows is None else logits[rows.to(logits.device)]

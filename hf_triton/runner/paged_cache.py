@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.overrides import handle_torch_function, has_torch_function_unary
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionLayer
 
 from hf_triton.runner.cpu import paged_kernels
@@ -174,6 +175,11 @@ class _KernelOf(dict[int, Any]):
         return self[num_heads]
 
 
+def _update(layer: PagedLayer, *states: Any, **options: Any) -> Any:
+    """As a recorded call."""
+    return layer.update(*states, **options)
+
+
 class PagedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     """Keys and values of one layer, in blocks."""
 
@@ -201,6 +207,9 @@ class PagedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
         States, `[1, key heads, tokens, size]` or `[rows, key heads, 1, size]`, return as they came, or gathered.
         """
+        if has_torch_function_unary(key_states):
+            given = self, key_states, value_states, *args
+            return handle_torch_function(_update, (key_states,), *given, **kwargs)  # type: ignore[no-any-return]
         cache = self._cache
         if self.blocks is None:
             self.blocks = KVBlocks(cache.num_blocks, cache.block_size, key_states, value_states)

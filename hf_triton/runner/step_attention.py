@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -91,6 +91,9 @@ def attend(
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Queries `[1, heads, tokens, size]` or `[rows, heads, 1, size]` to outputs with heads and tokens swapped."""
+    if has_torch_function_unary(query):
+        given = module, query, key, value, attention_mask, scaling, is_causal, softcap, s_aux, position_bias
+        return handle_torch_function(attend, (query,), *given, **others)
     cache = _thread.cache
     if cache is None:
         raise NotPackableError("no step runs in this thread")

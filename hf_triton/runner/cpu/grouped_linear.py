@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from hf_triton.runner.cpu.availability import is_usable
 from hf_triton.runner.cpu.linear import MIN_PARALLEL_PRODUCTS
@@ -66,6 +67,8 @@ class GroupedLinear(nn.Module):
 
         A decoding step calls it for every layer: all that does not depend on `x` is in the layer's `_Call`.
         """
+        if has_torch_function_unary(x):
+            return handle_torch_function(GroupedLinear.forward, (x,), self, x)
         call = self.__dict__.get("call")
         if call is None or call.codes is not self._buffers["codes"]:
             call = self.__dict__["call"] = _Call.of(self)

@@ -13,6 +13,7 @@ from typing import Final
 
 import torch
 from torch import nn
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from hf_triton.runner.cpu.availability import is_usable
 from hf_triton.runner.numerics import agree
@@ -90,6 +91,8 @@ class PackedLinear(nn.Linear):
 
         A decoding step calls it for every layer: all is done here, by calls of torch alone.
         """
+        if has_torch_function_unary(x):
+            return handle_torch_function(PackedLinear.forward, (x,), self, x)
         kernel, weight, bias = self.kernel, self._parameters["weight"], self._parameters["bias"]
         num_rows = x.numel() // x.shape[-1]
         if (
