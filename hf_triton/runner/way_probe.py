@@ -33,11 +33,14 @@ from hf_triton.runner.model_comparison import Comparison, Verdict
 from hf_triton.runner.model_runner import ModelRunner, Way
 from hf_triton.runner.reference import NUM_STEPS, check_numbers, logits_after, make_continuation, make_prompt
 from hf_triton.runner.step import Step, TokenRange
+from hf_triton.runner.step_attention import NotPackableError
 
 logger = logging.getLogger(__name__)
 
 WAYS: Final = (Way(), Way(calls_torch=True), Way(gathers=True))
 """They are tried in this order."""
+CANDIDATES: Final = tuple(replace(way, prefills_whole=is_whole) for way in WAYS for is_whole in (False, True))
+"""All that may be found for text."""
 SHORT, LONG = (4, 1), (12, 3)
 """Length and seed of the prompts: multiples of a block, so that decoding begins another one."""
 FIRST_CHUNK: Final = 9
@@ -64,6 +67,8 @@ class Finding:
     """Why the fastest way is not taken: what was measured, and what is allowed; empty: it is."""
     images: ImageFinding = field(default_factory=ImageFinding)
     """How it runs prompts with images."""
+    logits: torch.Tensor | None = field(default=None, compare=False, repr=False)
+    """What the way computed when it was found right; None: another one raised what may be the machine's at the time."""
 
 
 def find_way(model: Any, context_length: int | None = None, sample: ImageSample | None = None) -> Finding:
@@ -90,6 +95,7 @@ def find_way(model: Any, context_length: int | None = None, sample: ImageSample 
 
 def _find(probe: WayProbe) -> Finding:
     obstacles: list[str] = []
+    is_lasting = True
     for way in WAYS:
         for prefills_whole in (False, True):
             candidate = replace(way, prefills_whole=prefills_whole)
@@ -100,11 +106,13 @@ def _find(probe: WayProbe) -> Finding:
                     raise
                 logger.debug("the model does not run as %s (%s)", candidate, described(error))
                 obstacles.append(described(error))
+                is_lasting &= isinstance(error, NotPackableError)
                 break
             measured = f"its logits differ from those of generate by {verdict.text}"
             logger.debug("the model runs as %s: %s", candidate, measured)
             if verdict.is_right:
-                return Finding(candidate, obstacles[0] if obstacles else "")
+                obstacle = obstacles[0] if obstacles else ""
+                return Finding(candidate, obstacle, logits=probe.found if is_lasting else None)
             obstacles.append(measured)
     return Finding(None, obstacles[0])
 
@@ -129,8 +137,8 @@ def short_windows(model: Any, context_length: int | None = None) -> Iterator[Non
             setattr(config, name, size)
 
 
-class WayProbe:
-    """Judges ways of running a model by its own `generate`; raises CheckpointError if all its logits are NaN."""
+class Schedule:
+    """The steps of the probe, whose logits a way computes."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -138,34 +146,6 @@ class WayProbe:
         after = make_continuation(model, NUM_STEPS, seed=5)
         self._after_short, self._after_long = after[:2], after[2:]
         """The tokens that are decoded."""
-        self.comparison = Comparison(model, self._reference, quick=self._plain)
-        """Compares with what `generate` has computed."""
-        first, second, behind, third, last, _ = self.comparison.expected
-        check_numbers(model, torch.stack([first, second, third]), torch.stack([behind, last]))
-
-    def judge(self, way: Way) -> Verdict:
-        """Whether steps that run so compute what `generate` computes; raises what the model raises."""
-        has_kernels = self._model.device.type == "cpu"
-        plainly = partial(self.compute, way, PLAIN_BLOCK_SIZE) if has_kernels else None
-        return self.comparison.judge(lambda: self.compute(way), plainly)
-
-    def _reference(self) -> torch.Tensor:
-        """The logits that the schedule gives, by `generate` on each prompt alone, `[rows, vocabulary]`."""
-        first, second, third = logits_after(self._model, [self._short], [self._after_short])[:, 0]
-        behind, last = logits_after(self._model, [self._long], [self._after_long])[:, 0]
-        return torch.stack([first, second, behind, third, last, last])
-
-    @torch.inference_mode()
-    def _plain(self) -> torch.Tensor:
-        """The same by one forward without a cache: what pads the short sequence is behind all that is wanted of it."""
-        more = {"use_cache": False} if "use_cache" in inspect.signature(self._model.forward).parameters else {}
-        short, long = self._short + self._after_short, self._long + self._after_long
-        rows = [short + [0] * (len(long) - len(short)), long]
-        ids = torch.tensor(rows, device=self._model.get_input_embeddings().weight.device)
-        logits = self._model(input_ids=ids, **more).logits.float().cpu()
-        first, second, third = logits[0, len(self._short) - 1 : len(short)]
-        behind, last = logits[1, len(self._long) - 1 :]
-        return torch.stack([first, second, behind, third, last, last])
 
     @torch.inference_mode()
     def compute(self, way: Way, block_size: int = BLOCK_SIZE) -> torch.Tensor:
@@ -196,3 +176,46 @@ class WayProbe:
         yield tokens(0, short, begin + 1, begin + 2), tokens(1, long, end, end + 1)
         if prefills_whole:  # a preempted sequence: its prompt and output in one forward
             yield (tokens(2, long, 0, end + 1),)
+
+
+class WayProbe(Schedule):
+    """Judges ways of running a model by its own `generate`; raises CheckpointError if all its logits are NaN."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.found: torch.Tensor | None = None
+        """What the way that was judged last computes in the served dtype."""
+        self.comparison = Comparison(model, self._reference, quick=self._plain)
+        """Compares with what `generate` has computed."""
+        first, second, behind, third, last, _ = self.comparison.expected
+        check_numbers(model, torch.stack([first, second, third]), torch.stack([behind, last]))
+
+    def judge(self, way: Way) -> Verdict:
+        """Whether steps that run so compute what `generate` computes; raises what the model raises."""
+        has_kernels = self._model.device.type == "cpu"
+        plainly = partial(self.compute, way, PLAIN_BLOCK_SIZE) if has_kernels else None
+        return self.comparison.judge(partial(self._compute_found, way), plainly)
+
+    def _compute_found(self, way: Way) -> torch.Tensor:
+        logits = self.compute(way)
+        if not is_in_float32():
+            self.found = logits
+        return logits
+
+    def _reference(self) -> torch.Tensor:
+        """The logits that the schedule gives, by `generate` on each prompt alone, `[rows, vocabulary]`."""
+        first, second, third = logits_after(self._model, [self._short], [self._after_short])[:, 0]
+        behind, last = logits_after(self._model, [self._long], [self._after_long])[:, 0]
+        return torch.stack([first, second, behind, third, last, last])
+
+    @torch.inference_mode()
+    def _plain(self) -> torch.Tensor:
+        """The same by one forward without a cache: what pads the short sequence is behind all that is wanted of it."""
+        more = {"use_cache": False} if "use_cache" in inspect.signature(self._model.forward).parameters else {}
+        short, long = self._short + self._after_short, self._long + self._after_long
+        rows = [short + [0] * (len(long) - len(short)), long]
+        ids = torch.tensor(rows, device=self._model.get_input_embeddings().weight.device)
+        logits = self._model(input_ids=ids, **more).logits.float().cpu()
+        first, second, third = logits[0, len(self._short) - 1 : len(short)]
+        behind, last = logits[1, len(self._long) - 1 :]
+        return torch.stack([first, second, behind, third, last, last])

@@ -214,7 +214,7 @@ def test_memory_that_runs_out_in_a_trial_names_the_settings(
         return run(runner, *args)
 
     if not probes:
-        monkeypatch.setattr("hf_triton.engine.choose.find_way", lambda *_: Finding(PACKED, ""))
+        monkeypatch.setattr("hf_triton.engine.choose.find_way_again", lambda *_: Finding(PACKED, ""))
     monkeypatch.setattr(ModelRunner, "run", run_out)
     with pytest.raises(CheckpointError, match=r"out_of_memory: .* ran out .*max_cache_tokens"):
         start_engine(model, max_num_seqs=5, context_length=128)
