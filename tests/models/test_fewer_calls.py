@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hf_triton.runner.cpu import grouped_layers, small_layers
+from hf_triton.runner.cpu.availability import runs_numba
 from hf_triton.runner.cpu.fewer_calls import ROTARY, Norm, Rotary, reduce_calls
 from hf_triton.runner.merged import MergedLinear
 from tests.support.architectures import BASE, CONTINUOUS, WHOLE, build
@@ -46,6 +47,30 @@ def test_norms_and_rotary_embeddings_keep_all_bits(name: str, num_norms: int, mo
     half, plain = copy.deepcopy(model).bfloat16(), build(*architecture).bfloat16()
     plain.load_state_dict(half.state_dict())
     assert torch.equal(logits(half), logits(plain)), "other dtypes go to the model's own forward"
+
+
+@pytest.mark.skipif(not runs_numba(), reason="numba does not run here")
+@torch.inference_mode()
+def test_wide_rows_are_normalised_by_a_kernel() -> None:
+    model = build("LlamaConfig", BASE | {"hidden_size": 260, "num_attention_heads": 13})
+    norm, plain = model.model.norm, copy.deepcopy(model.model.norm)
+    norm.weight.copy_(torch.linspace(-2, 2, 260))
+    plain.load_state_dict(norm.state_dict())
+    reduce_calls(model)
+    assert norm.forward.has_kernel
+    states = (
+        torch.randn(7, 5, 260, generator=torch.Generator().manual_seed(0)) * torch.logspace(-8, 8, 7)[:, None, None]
+    )
+    states[0, 0] = 0
+    for each in (states, states.transpose(0, 1), states[:, :, :260], states[:0], copy.deepcopy(states)):
+        torch.testing.assert_close(norm(each), plain(each), rtol=1e-5, atol=1e-6)
+    assert torch.equal(norm(states)[3, 2], norm(states[3, 2])), "a row has the same bits in any company"
+    states[1, 1, 3], states[2, 2, 5] = torch.nan, torch.inf
+    found, expected = copy.deepcopy(norm)(states), plain(states)
+    assert torch.equal(found.isnan(), expected.isnan())
+    torch.testing.assert_close(found[3:], expected[3:], rtol=1e-5, atol=1e-6)
+    many = states.expand(60, 7, 5, 260)  # torch's
+    torch.testing.assert_close(norm(many)[7, 3:], expected[3:], rtol=1e-5, atol=1e-6)
 
 
 def test_what_is_no_plain_norm_or_rotation_stays() -> None:

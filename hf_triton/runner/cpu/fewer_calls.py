@@ -2,25 +2,30 @@
 """One call of torch in place of several: a small model's decoding step spends most of its time between them.
 
 RMSNorms in float32 become torch's own operation, and rotary embeddings one that turns halves around, if the bits stay
-the same; layers of codes with one input become one.
+the same; layers of codes with one input become one. A few wide rows are normalised by a kernel: torch takes nine calls.
 """
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
+from hf_triton.runner.cpu.availability import is_usable
 from hf_triton.runner.faults import described
 from hf_triton.runner.float32 import is_small
 from hf_triton.runner.merged import merge_products
 from hf_triton.runner.norms import find_norm, is_like_norm, random_numbers
+from hf_triton.runner.numerics import agree
 from hf_triton.runner.seen_calls import see_calls
 
 logger = logging.getLogger(__name__)
@@ -29,6 +34,10 @@ ROTARY: Final = "apply_rotary_pos_emb"
 """The function of transformers' modeling modules that rotates query and key."""
 SCALES: Final = 1.0, 30.0, 1e-3, 1e3, 1e-9
 """Sizes of the states that a norm is tried with."""
+MIN_SIZE: Final = 256
+"""Numbers of a row from which on a kernel is compiled; the demo model's rows are smaller."""
+MAX_NUMBERS: Final = 2**16
+"""Of all rows; torch computes more in several threads."""
 
 
 @torch.no_grad()
@@ -52,11 +61,44 @@ class Norm:
     original: Callable[[torch.Tensor], torch.Tensor]
     weight: torch.Tensor
     eps: float
+    has_kernel: bool = False
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        if not states.dtype is self.weight.dtype is torch.float32:  # a model may have been cast since
+        weight = self.weight
+        if not states.dtype is weight.dtype is torch.float32:  # a model may have been cast since
             return self.original(states)
-        return torch.rms_norm(states, self.weight.shape, self.weight, self.eps)
+        if not self.has_kernel or states.numel() > MAX_NUMBERS or torch.is_grad_enabled():
+            return torch.rms_norm(states, weight.shape, weight, self.eps)
+        if has_torch_function_unary(states):
+            output: torch.Tensor = handle_torch_function(Norm.__call__, (states,), self, states)
+            return output
+        rows, size = states.contiguous(), weight.shape[0]
+        result = torch.empty_like(rows)
+        _kernel()(rows.data_ptr(), weight.data_ptr(), result.data_ptr(), rows.numel() // size, size, self.eps)
+        return result
+
+
+@cache
+def _kernel() -> Any:
+    from hf_triton.runner.cpu.norm_kernel import compile_norm
+
+    address, number = ctypes.c_void_p, ctypes.c_int64
+    kind = ctypes.CFUNCTYPE(None, address, address, address, number, number, ctypes.c_float)
+    return kind(compile_norm().address)
+
+
+@cache
+def has_norm_kernel() -> bool:
+    """Whether the kernel compiles here and computes what torch does."""
+
+    @torch.inference_mode()
+    def is_right() -> bool:
+        states = random_numbers(3, MIN_SIZE + 3, dtype=torch.float32, device=torch.device("cpu"))
+        norm = Norm(torch.nn.Identity(), states[0], 1e-5)
+        expected, norm.has_kernel = norm(states), True
+        return agree(expected, norm(states))
+
+    return is_usable("norm", "torch", is_right)
 
 
 def _replace_norm(module: nn.Module) -> bool:
@@ -74,7 +116,8 @@ def _replace_norm(module: nn.Module) -> bool:
     if found is None:
         return False
     (eps, offset), _ = found
-    module.forward = Norm(module.forward, weight if offset == 0 else offset + weight, eps)
+    has_kernel = len(weight) >= MIN_SIZE and weight.is_contiguous() and has_norm_kernel()
+    module.forward = Norm(module.forward, weight if offset == 0 else offset + weight, eps, has_kernel)
     return True
 
 

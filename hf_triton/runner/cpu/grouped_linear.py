@@ -91,9 +91,12 @@ class GroupedLinear(nn.Module):
 
     def widened_rows(self, numbers: torch.Tensor) -> torch.Tensor:
         """Some rows of the weights, as float32 `[len(numbers), in_features]`."""
-        block, lane = numbers // self.codes.shape[2], numbers % self.codes.shape[2]
-        tensors = self.codes, self.scales, self.minimums
-        return self._widen(*(None if each is None else each[block, :, lane] for each in tensors))
+        width, tensors = self.codes.shape[2], (self.codes, self.scales, self.minimums)
+        if len(numbers) == 1:  # views take less time than places
+            block, lane = divmod(int(numbers), width)
+            return self._widen(*(None if each is None else each[block : block + 1, :, lane] for each in tensors))
+        place = numbers // width, slice(None), numbers % width
+        return self._widen(*(None if each is None else each[place] for each in tensors))
 
     def _widen(self, words: Any, scales: Any, minimums: Any) -> torch.Tensor:
         codes = _unpack(words, self.bits).float().view(len(words), self.groups, self.group)
@@ -122,6 +125,8 @@ class GroupedEmbedding(nn.Module):
         return torch.zeros(1, 1, dtype=self.dtype, device="cpu").expand(self.num_embeddings, self.embedding_dim)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        if has_torch_function_unary(ids):  # recorded as one call, which may look at the ids
+            return handle_torch_function(GroupedEmbedding.forward, (ids,), self, ids)
         return self.rows.widened_rows(ids.reshape(-1)).to(self.dtype).view(*ids.shape, self.embedding_dim)
 
 
@@ -208,9 +213,11 @@ def _of_rows(blocks: torch.Tensor | None) -> torch.Tensor | None:
     return None if blocks is None else blocks.transpose(1, 2).reshape(-1, blocks.shape[1])
 
 
+@cache
 def _shifts(bits: int) -> torch.Tensor:
     """Where a word's codes are: a pair of inputs is 16 bits apart, as if each had 16 bits."""
-    return (bits * torch.arange(16 // bits, dtype=torch.int32))[:, None] + torch.tensor([0, 16], dtype=torch.int32)
+    pairs = bits * torch.arange(16 // bits, dtype=torch.int32, device="cpu")
+    return pairs[:, None] + torch.tensor([0, 16], dtype=torch.int32, device="cpu")
 
 
 def _pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
@@ -225,7 +232,7 @@ def _pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
 def _unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
     """Codes `[n, inputs]` of words `[n, words]`."""
     fields = (words[:, :, None, None] >> _shifts(bits)) & ((1 << bits) - 1)
-    return fields.to(torch.uint8).reshape(len(words), -1)
+    return fields.reshape(len(words), -1)
 
 
 @cache
