@@ -98,7 +98,9 @@ def sampling_fields(name: str, fields: Collection[str]) -> type[BaseModel]:
     """A model with fields of SAMPLING, as `GenerationParameters` declares them."""
     declared = {field: GenerationParameters.model_fields[SAMPLING[field]] for field in fields}
     definitions: dict[str, Any] = {field: (own.annotation, None) for field, own in declared.items()}
-    return create_model(name, __config__=CONFIG | {"use_attribute_docstrings": False}, **definitions)
+    made: type[BaseModel] = create_model(name, __config__=CONFIG | {"use_attribute_docstrings": False}, **definitions)
+    made.model_config = CONFIG  # the models that inherit it have docstrings
+    return made
 
 
 if TYPE_CHECKING:
