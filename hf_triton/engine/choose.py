@@ -19,6 +19,7 @@ from hf_triton.runner.faults import described, is_memory
 from hf_triton.runner.image_probe import find_images
 from hf_triton.runner.kept_findings import find_way_again
 from hf_triton.runner.long_rope import has_long_rope
+from hf_triton.runner.own_code import has_own_code
 from hf_triton.runner.positions import counts_padding, shares_positions
 from hf_triton.runner.way_probe import Finding, find_way
 from hf_triton.start_clock import start_clock
@@ -153,7 +154,8 @@ def _continuous_way(model: Any, wanted: EngineName, options: EngineOptions) -> F
 
 
 def _find_way(model: Any, options: EngineOptions) -> Finding:
-    if options.ranks is None and options.image_sample is None:
+    is_plain = not (options.has_own_load or has_own_code(model))
+    if options.ranks is None and options.image_sample is None and is_plain:
         return find_way_again(model, options.context_length)
     if options.ranks is None:
         return find_way(model, options.context_length, options.image_sample)

@@ -40,6 +40,8 @@ class EngineOptions:
     """Whether a GPU's small steps are captured as graphs; `cuda_graphs` requires it."""
     adapters: Adapters | None = None
     """The model's LoRA adapters."""
+    has_own_load: bool = False
+    """Whether the folder's own code has loaded the model: nothing that was learnt of it may be taken for granted."""
     ranks: Ranks | None = None
     """The other processes that the model is divided among; None: it is whole."""
     image_sample: ImageSample | None = None

@@ -72,7 +72,9 @@ def _file_of(model: Any, context_length: int) -> Path | None:
                 model.config.get_text_config(decoder=True)._attn_implementation,
             ],
             sorted({str(each.dtype) for each in (model, *model.parameters(), *model.buffers())}),
-            sorted({f"{type(each).__module__}.{type(each).__qualname__}" for each in (model, *model.modules())}),
+            sorted(
+                {f"{type(each).__module__}.{type(each).__qualname__}({each.extra_repr()})" for each in model.modules()}
+            ),
             [model.config.to_dict(), model.generation_config.to_dict()],
         ]
         text = json.dumps(key, sort_keys=True, default=str)
@@ -133,7 +135,8 @@ def _keep(file: Path, way: Way, obstacle: str, logits: torch.Tensor) -> None:
         except BaseException:
             os.unlink(name)
             raise
-        for old in sorted(file.parent.iterdir(), key=lambda each: each.stat().st_mtime_ns)[:-MAX_FILES]:
+        files = (each for each in file.parent.iterdir() if each.is_file())  # others may be there
+        for old in sorted(files, key=lambda each: each.stat().st_mtime_ns)[:-MAX_FILES]:
             old.unlink()
     except OSError as error:  # a read-only folder, a full disk, another process that removes the same
         logger.debug("the trial's result is not kept (%s)", described(error))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
@@ -46,6 +47,8 @@ CPU_BLOCK_SIZE: Final = 64
 GPU_BLOCK_SIZE: Final = 16
 MAX_RECORDED: Final = 16
 """Tokens of the largest step whose calls are recorded: larger ones take their time for the model's own operations."""
+MAX_RECORDED_S: Final = 0.1
+"""Recording saves a few milliseconds of a step: one that takes so long is not worth the trial."""
 TRIAL_LENGTH: Final = 8
 """Tokens of each sequence that a trial of recorded calls has."""
 
@@ -218,12 +221,16 @@ class ModelRunner:
             return self.run(Step(tuple(_trial_range(number, start, end) for number in range(size))))
 
         model, recorder = self.model, Recorder(self.model)
-        trials = [(size, at, at + 1) for size in (1, SIZES[-1], count) for at in (4, TRIAL_LENGTH - 1)]
+        trials = [(size, at, at + 1) for size in sorted({1, 2, 3, 5, 9, 12, count}) for at in (4, 7) if size <= count]
         try:
             run(count, 0, TRIAL_LENGTH)
+            started_s = time.perf_counter()
+            run(1, 3, 4)
+            if time.perf_counter() - started_s > MAX_RECORDED_S:
+                return
             self.model = recorder
-            for size in SIZES:
-                run(size, 3, 4)
+            for at, size in enumerate(SIZES):  # at other places, whose number is no tensor's size then
+                run(size, 3 + 3 * at, 4 + 3 * at)
             self.model = model
             expected = [run(*trial) for trial in trials]
             self._recorded = recorder.recorded(count)
@@ -233,7 +240,8 @@ class ModelRunner:
         except Exception as error:  # a model may do anything in its forward
             self.model, self._recorded = model, None
             logger.info("no calls are recorded: %s", described(error))
-        self.give_back(list(range(count)))
+        finally:
+            self.give_back(list(range(count)))
 
     def _capture_gathering(self, sizes: Sequence[StepSize], reason: str) -> bool:
         """Capture the smallest steps of a mixture of experts otherwise; `reason`: why not as it is."""

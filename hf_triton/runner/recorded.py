@@ -45,6 +45,8 @@ class _CallRecorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called by torch in place of every one of its functions."""
+        if torch.is_autocast_enabled("cpu"):
+            raise NotRecordableError("autocast changes what its functions compute")
         if func.__name__ in SHAPED_BY_NUMBERS or _is_shaped_by_numbers(func, args, kwargs or {}):
             raise NotRecordableError(f"a tensor's numbers decide how many {func.__name__} gives")
         output = func(*args, **(kwargs or {}))
@@ -154,6 +156,10 @@ class _Source:
         for names, tensor in zip(self._names, (one, other), strict=True):
             if isinstance(tensor, torch.Tensor):
                 names[id(tensor)] = name
+        if isinstance(one, torch.Tensor):
+            for size, other_size in zip(one.shape, other.shape, strict=True):
+                if size != other_size and size * SIZES[1] != other_size * SIZES[0]:
+                    raise NotRecordableError(f"tensors of shapes {[*one.shape]} and {[*other.shape]}")
         return name
 
     def value(self, one: Any, other: Any) -> str:

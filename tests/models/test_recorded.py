@@ -3,6 +3,7 @@
 
 import functools
 import itertools
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ from transformers import AutoModelForCausalLM
 
 from hf_triton.runner.cpu import accelerate
 from hf_triton.runner.model_runner import PACKED, ModelRunner
+from hf_triton.runner.own_code import has_own_code
 from hf_triton.runner.step import Step, TokenRange
+from hf_triton.sampling.params import SamplingParams
 from hf_triton.testing import build_tiny_checkpoint
 from tests.support.architectures import CONTINUOUS, build
+from tests.support.engine import Client, start_engine, token_ids
 
 NUM_BLOCKS = 8
 OTHERS = {
@@ -120,6 +124,36 @@ def test_each_architecture_keeps_its_bits_beyond_its_windows(name: str) -> None:
         expected, before = plain.run(step), counted.num_calls
         assert torch.equal(recorded.run(step), expected)
         assert counted.num_calls == before
+
+
+def test_code_that_is_neither_ours_nor_transformers_is_found(tmp_path: Path) -> None:
+    model = load(tmp_path)
+    assert not has_own_code(model)
+    hook = model.model.norm.register_forward_hook(lambda *given: None)
+    assert has_own_code(model)
+    hook.remove()
+    model.model.norm.forward, forward = (lambda states: states), model.model.norm.forward
+    assert has_own_code(model)
+    model.model.norm.forward = forward
+    assert not has_own_code(model)
+    model.generate = functools.partial(model.generate)
+    assert has_own_code(model)
+    del model.generate
+    model.model.norm = type("Norm", (type(model.model.norm),), {"__module__": "modeling"})(32)
+    assert has_own_code(model)
+
+
+@pytest.mark.parametrize("owner", ["model", "load", "none"])
+def test_an_engine_runs_own_code_in_each_step(tmp_path: Path, owner: str) -> None:
+    model = load(tmp_path)
+    counted = (Counted if owner == "model" else type("Known", (Counted,), {"__module__": "transformers.modeling"}))(
+        model
+    )
+    with closing(start_engine(model, max_num_seqs=4, has_own_load=owner == "load")) as engine:
+        before = counted.num_calls
+        [ids] = token_ids(Client(engine).ask([11, 12, 13], SamplingParams(9, min_new_tokens=9)))
+    assert len(ids) == 9
+    assert counted.num_calls == before + (1 if owner == "none" else 9)
 
 
 @pytest.mark.parametrize("change", ["reads", "counts", "remembers", "shapes", "chooses"])
