@@ -21,6 +21,8 @@ from hf_triton_cli.progress import show_download
 from tests.support.adapters import save_adapter
 from tests.support.commands import hf_triton
 
+pytestmark = pytest.mark.full
+
 QWEN, TOKENIZER, GGUF, LORA = "acme/qwen", "acme/words", "acme/tiny-gguf", "acme/lora"
 WITHOUT_NETWORK = ["unshare", "-rn", "sh", "-c", 'ip link set lo up; exec "$@"', "sh"]
 OWN_CODE = "import hf_triton\n\n\nclass TritonPythonModel(hf_triton.TritonPythonModel):\n    name = 'own'\n"
@@ -103,8 +105,6 @@ def test_a_bundle_is_served_without_network(written: tuple[Path, Path], tmp_path
 
 ASK = """
 import subprocess, sys, time, urllib.request
-
-pytestmark = pytest.mark.full
 
 port, *serve = sys.argv[1:]
 server = subprocess.Popen(serve, stdout=subprocess.PIPE, text=True)

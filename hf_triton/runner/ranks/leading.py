@@ -115,4 +115,4 @@ class LeadingRunner(ModelRunner):
         except RankError:
             raise
         except Exception as error:
-            raise RankError(f"a step failed on rank 0 ({loggable(error)})") from error
+            raise self._ranks.error(f"a step failed on rank 0 ({loggable(error)})") from error

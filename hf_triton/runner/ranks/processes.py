@@ -90,18 +90,18 @@ class Ranks:
         """Send a command to all ranks; raises RankError if one has ended."""
         data = ForkingPickler.dumps((name, arguments))
         if self.fault:
-            raise self._error()
+            raise self.error()
         try:
             for connection in self._inputs:
                 connection.send_bytes(data)
         except OSError:
-            raise self._error() from None
+            raise self.error() from None
 
     def answers(self) -> list[Any]:
         """What each rank answers to a command that asks for it; raises RankError if one ends in place of that."""
         answers = [answer.get() for answer in self._answers.values()]
         if self.fault:
-            raise self._error()
+            raise self.error()
         return answers
 
     def check_equal(self, own: Any, what: str) -> None:
@@ -118,9 +118,10 @@ class Ranks:
                     "use equal devices and one environment, or leave out tensor_parallel_size",
                 )
 
-    def _error(self) -> RankError:
+    def error(self, otherwise: str = "another rank has ended") -> RankError:
+        """Why an operation with the ranks has failed; `otherwise`, if none has told."""
         self._closed.wait(GRACE_S if not self.fault else 0)  # for the thread to see why
-        return RankError(self.fault or "another rank has ended")
+        return RankError(self.fault or otherwise)
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
