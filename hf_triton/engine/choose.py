@@ -74,6 +74,7 @@ def build_engine(model: Any, wanted: EngineName, options: EngineOptions) -> Gene
         CheckpointError: The setting requires `continuous`, which cannot run this model correctly, or no engine can; or
             the device has not enough memory.
     """
+    options = replace(options, has_own_code=options.has_own_code or has_own_code(model))
     with _memory_errors_named():
         finding = _continuous_way(model, wanted, options)
     start_clock.end("trial")
@@ -154,8 +155,7 @@ def _continuous_way(model: Any, wanted: EngineName, options: EngineOptions) -> F
 
 
 def _find_way(model: Any, options: EngineOptions) -> Finding:
-    is_plain = not (options.has_own_load or has_own_code(model))
-    if options.ranks is None and options.image_sample is None and is_plain:
+    if options.ranks is None and options.image_sample is None and not options.has_own_code:
         return find_way_again(model, options.context_length)
     if options.ranks is None:
         return find_way(model, options.context_length, options.image_sample)

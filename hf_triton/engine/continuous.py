@@ -27,7 +27,6 @@ from hf_triton.errors import HfTritonError, RequestError
 from hf_triton.runner.faults import error_outcome, is_fatal
 from hf_triton.runner.image_inputs import ImageInput
 from hf_triton.runner.model_runner import PACKED, ModelRunner, Way
-from hf_triton.runner.own_code import has_own_code
 from hf_triton.runner.step import Step
 from hf_triton.sampling.draw import prepare_draws
 from hf_triton.sentence import param
@@ -50,8 +49,7 @@ class ContinuousBatchingEngine(GenerationWorker):
             self.runner.allocate_slots()
         self.memory = allocate_cache(self.runner, options)
         self.runner.warm_up()
-        is_plain = options.ranks is None and not (options.has_own_load or has_own_code(model))
-        if options.decoding != "eager" and is_plain:
+        if options.decoding != "eager" and options.ranks is None and not options.has_own_code:
             self.runner.record(max_num_seqs)
         num_proposed = self._num_proposed(options.prompt_lookup)
         self.slower += capture_forwards(

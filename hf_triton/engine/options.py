@@ -40,8 +40,8 @@ class EngineOptions:
     """Whether a GPU's small steps are captured as graphs; `cuda_graphs` requires it."""
     adapters: Adapters | None = None
     """The model's LoRA adapters."""
-    has_own_load: bool = False
-    """Whether the folder's own code has loaded the model: nothing that was learnt of it may be taken for granted."""
+    has_own_code: bool = False
+    """Whether the checkpoint's or the folder's own code is in the model: what was learnt of it is not relied on."""
     ranks: Ranks | None = None
     """The other processes that the model is divided among; None: it is whole."""
     image_sample: ImageSample | None = None

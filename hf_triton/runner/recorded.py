@@ -63,11 +63,13 @@ def _is_shaped_by_numbers(func: Any, args: Any, options: dict[str, Any]) -> bool
     if func.__name__ == "where":
         return len(args) + len(options) == 1
     if func.__name__ == "repeat_interleave":
-        return any(isinstance(each, torch.Tensor) for each in (*args[1:], *options.values()))
+        return len(args) + len(options) == 1 or any(map(_holds_tensor, (*args[1:], *options.values())))
     if func is not torch.Tensor.__getitem__:
         return False
     places = args[1] if isinstance(args[1], tuple | list) else args[1:]
-    return any(isinstance(each, torch.Tensor) and each.dtype in (torch.bool, torch.uint8) for each in places)
+    cuts = [bound for each in places if isinstance(each, slice) for bound in (each.start, each.stop, each.step)]
+    are_masks = (isinstance(each, torch.Tensor) and each.dtype in (torch.bool, torch.uint8) for each in places)
+    return any(map(_holds_tensor, cuts)) or any(are_masks)
 
 
 class Logits(NamedTuple):

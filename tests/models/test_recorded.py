@@ -149,14 +149,14 @@ def test_an_engine_runs_own_code_in_each_step(tmp_path: Path, owner: str) -> Non
     counted = (Counted if owner == "model" else type("Known", (Counted,), {"__module__": "transformers.modeling"}))(
         model
     )
-    with closing(start_engine(model, max_num_seqs=4, has_own_load=owner == "load")) as engine:
+    with closing(start_engine(model, max_num_seqs=4, has_own_code=owner == "load")) as engine:
         before = counted.num_calls
         [ids] = token_ids(Client(engine).ask([11, 12, 13], SamplingParams(9, min_new_tokens=9)))
     assert len(ids) == 9
     assert counted.num_calls == before + (1 if owner == "none" else 9)
 
 
-@pytest.mark.parametrize("change", ["reads", "counts", "remembers", "shapes", "chooses"])
+@pytest.mark.parametrize("change", ["reads", "counts", "remembers", "shapes", "chooses", "repeats", "cuts"])
 def test_a_forward_that_is_more_than_its_calls_is_not_recorded(tmp_path: Path, change: str) -> None:
     model, seen = load(tmp_path), [torch.ones(())]
     forward = model.forward
@@ -170,6 +170,8 @@ def test_a_forward_that_is_more_than_its_calls_is_not_recorded(tmp_path: Path, c
             "remembers": lambda: seen[-2],
             "shapes": lambda: len(input_ids.nonzero()),
             "chooses": lambda: len(input_ids[input_ids > 0]),
+            "repeats": lambda: len(torch.repeat_interleave(input_ids[0])),
+            "cuts": lambda: len(input_ids[0][: (input_ids > 0).sum()]),
         }
         output.logits = output.logits * factors[change]()
         return output

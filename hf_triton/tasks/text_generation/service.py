@@ -277,7 +277,7 @@ def build_text_generation(
             prompt_lookup=settings.prompt_lookup,
             decoding="eager" if ranks is not None and settings.decoding == "auto" else settings.decoding,
             adapters=adapters,
-            has_own_load=type(hooks).load is not Hooks.load,
+            has_own_code=type(hooks).load is not Hooks.load,
             ranks=ranks,
             on_fatal=on_fatal,
             observer=observer,
