@@ -91,6 +91,7 @@ class Session:
         self._models: TritonModels | None = None
         self._model: Model | None = None
         self._stats: Stats | None = None
+        self._answering: asyncio.Task[str] | None = None
         self._set_system(system)
 
     def open(self, name: str | None) -> None:
@@ -111,9 +112,16 @@ class Session:
         click.echo(f"{click.style(self._model.name, bold=True)}{what} at {self._triton.address}; /help lists commands.")
 
     def close(self) -> None:
-        """Disconnect."""
+        """Cancel an answer that SystemExit has left where it was, and disconnect."""
+
+        async def disconnect(models: TritonModels) -> None:
+            if self._answering is not None:
+                self._answering.cancel()
+                await asyncio.wait([self._answering])
+            await models.close()
+
         if self._models is not None:
-            self._runner.run(self._models.close())
+            self._runner.run(disconnect(self._models))
 
     def handle(self, text: str) -> bool:
         """Answer a message, or do what a command says; False ends the conversation.
@@ -218,8 +226,9 @@ class Session:
         """Send a message and print the answer; one without an answer is forgotten, with its images."""
         images, self._images = self._images, []
         self._messages.append({"role": "user", "content": content_of(text, images)})
+        self._answering = self._runner.get_loop().create_task(self._print_answer())
         try:
-            answer = self._runner.run(self._print_answer())
+            answer = self._runner.run(_result_of(self._answering))
         except BaseException:
             self._messages.pop()
             raise
@@ -292,6 +301,10 @@ class Session:
         for name in ("num_input_tokens", "num_output_tokens"):
             if name in outputs:
                 setattr(self._stats, name, outputs[name][0])
+
+
+async def _result_of(task: asyncio.Task[str]) -> str:
+    return await task
 
 
 def _names_of_images(messages: Sequence[Mapping[str, Any]]) -> dict[str, str]:

@@ -23,8 +23,10 @@ from tests.support.serving import COMMAND
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.full, pytest.mark.serial]
-MAX_WAIT_S = 2.0
-"""Of `/health/live`; a tenth on a quiet machine, and minutes with one error object for each wrong item."""
+MAX_WAIT_S = 10.0
+"""Of `/health/live`; a tenth of a second on a quiet machine, and minutes with one error object for each wrong item."""
+MAX_CPU_S = 10.0
+"""Of what takes half a second on a quiet machine."""
 MAX_GROWTH = 200 << 20
 FIELDS = [
     ("/v1/chat/completions", "messages"),
@@ -119,14 +121,14 @@ def filled(path: str, field: str, item: str, count: int) -> bytes:
     return f'{json.dumps(rest)[:-1]}, "{field}": [{",".join([item] * count)}]}}'.encode()
 
 
-def check(gateway: Gateway, path: str, body: bytes, max_cpu_s: float = 0.6) -> httpx.Response:
+def check(gateway: Gateway, path: str, body: bytes) -> httpx.Response:
     """Send a body; the gateway serves others meanwhile, and takes little time and memory for both."""
     before, start_s = gateway.memory_bytes(), gateway.cpu_s()
     with Watch(gateway) as watch:
         headers = {"content-type": "application/json"}
         answer = httpx.post(gateway.url + path, content=body, headers=headers, timeout=60)
     assert watch.longest_s < MAX_WAIT_S
-    assert gateway.cpu_s() - start_s < max_cpu_s
+    assert gateway.cpu_s() - start_s < MAX_CPU_S
     assert gateway.memory_bytes() - before < MAX_GROWTH
     assert len(answer.content) < 1000
     return answer
@@ -157,7 +159,7 @@ def test_body_within_all_limits_holds_nothing_up(
     gateway: Gateway, path: str, field: str, item: str, count: int
 ) -> None:
     body = filled(path, field, item, count)
-    assert check(gateway, path, body, max_cpu_s=2.0).status_code == 503  # its parts are read in a thread
+    assert check(gateway, path, body).status_code == 503  # its parts are read in a thread
 
 
 def test_object_of_many_names_holds_nothing_up(gateway: Gateway) -> None:
@@ -175,7 +177,7 @@ def test_tools_in_namespaces_hold_nothing_up(gateway: Gateway) -> None:
     functions = ",".join(['{"type":"function","name":"f"}'] * 300)
     namespace = f'{{"type":"namespace","name":"n","tools":[{functions}]}}'
     body = filled("/v1/responses", "tools", namespace, 100)
-    assert check(gateway, "/v1/responses", body, max_cpu_s=2.0).status_code == 400
+    assert check(gateway, "/v1/responses", body).status_code == 400
 
 
 def test_half_sent_bodies_hold_no_more_than_the_limit(gateway: Gateway) -> None:

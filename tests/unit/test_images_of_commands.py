@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images that the commands send: `/image` within a conversation, and the files of `generate --image`."""
+"""A conversation's requests: images of `/image` and `generate --image`, and one that the command's end cuts off."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import json
-from collections.abc import AsyncIterator, Iterator
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +17,10 @@ import click
 import pytest
 
 from hf_triton.errors import RequestError
+from hf_triton_cli.client.chat import exit_at_sigterm
 from hf_triton_cli.client.image_files import MAX_MB, read_image_file
 from hf_triton_cli.client.session import Session
+from hf_triton_cli.exit_codes import TERMINATED
 from hf_triton_gateway.http.api_errors import ApiError
 from hf_triton_gateway.triton.triton_messages import Folder, Generation, infer_request
 
@@ -31,6 +35,8 @@ class Server:
         self.model = SimpleNamespace(name="eyes", door="eyes", folder=SimpleNamespace(info=info))
         self.asked: list[Any] = []
         self.refusal: Exception | None = None
+        self.begun: Callable[[], object] | None = None
+        self.ends: list[str] = []
 
     def models(self) -> Server:
         return self
@@ -43,10 +49,17 @@ class Server:
         self.names = generation.names
         if self.refusal:
             raise self.refusal
+        if self.begun:
+            try:
+                await asyncio.get_running_loop().run_in_executor(None, self.begun)
+                await asyncio.Event().wait()
+            finally:
+                await asyncio.sleep(0)
+                self.ends.append("request")
         yield {"message": [json.dumps({"content": f"{len(self.asked)}."})]}
 
     async def close(self) -> None:
-        pass
+        self.ends.append("connection")
 
 
 @pytest.fixture
@@ -60,6 +73,21 @@ def talk(runner: asyncio.Runner, images: str = "continuous") -> tuple[Session, S
     session = Session(server, runner, {}, None)
     session.open("eyes")
     return session, server
+
+
+def test_sigterm_ends_the_request_before_its_connection(runner: asyncio.Runner) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    session, server = talk(runner)
+    server.begun = partial(signal.raise_signal, signal.SIGTERM)
+    try:
+        exit_at_sigterm()
+        with pytest.raises(SystemExit) as ended:
+            session.handle("Hello")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        session.close()
+    assert ended.value.code == TERMINATED
+    assert server.ends == ["request", "connection"]
 
 
 def part(kind: str, data: bytes) -> dict[str, Any]:

@@ -666,9 +666,9 @@ def test_a_long_text_of_any_pieces_is_kept() -> None:
     ],
 )
 def test_parts_of_calls_that_never_end_are_content_in_linear_time(name: str, text: str) -> None:
-    before_s = time.process_time()
+    before_s = time.thread_time()
     assert message(reader_of(shipped_template(name)), text, 4) == wanted(text, None, [])
-    assert time.process_time() - before_s < 2
+    assert time.thread_time() - before_s < 20, "minutes if quadratic; a quarter of a second on a quiet core"
 
 
 def test_a_run_of_white_space_is_cut() -> None:

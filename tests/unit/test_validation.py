@@ -158,7 +158,7 @@ def test_suggest_names_three_of_many_and_the_page_that_has_all() -> None:
 def test_suggest_is_quick_on_a_name_of_megabytes() -> None:
     started = time.thread_time()
     assert suggest("temperature" * 1_000_000, ["temperature"]).startswith("; known are")
-    assert time.thread_time() - started < 2
+    assert time.thread_time() - started < 20, "it takes no time, and minutes if names of any length are compared"
 
 
 @pytest.mark.parametrize(
