@@ -4,11 +4,11 @@
 The Llama of `engine.py` (34 million random parameters) repeats nothing by itself, so what it writes is given: it
 computes all of its forward, and then one logit is raised by the token alone, so that a request's completion is a fixed
 text. What is measured is the engine and the model's time, not how often a real model repeats its prompt. A round takes
-about two minutes.
+about four minutes.
 
     edit     the prompt of 256 tokens again, every 40th one replaced, as when a file is edited
     summary  12 tokens of its own, then 20 quoted from the prompt, by turns
-    random   text in which no three tokens stand twice
+    random   text in which no two tokens stand twice
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hf_triton.engine.continuous import ContinuousBatchingEngine
 from hf_triton.engine.options import EngineOptions
 from hf_triton.engine.protocols import Observer
 
-NUM_PROMPT, NUM_NEW = 256, 128
+NUM_PROMPT, NUM_NEW = 256, 256
 NUM_KEPT, NUM_OWN, NUM_QUOTED = 40, 12, 20
 CASES = ("edit", 1), ("summary", 1), ("random", 1), ("edit", 32), ("random", 32)
 

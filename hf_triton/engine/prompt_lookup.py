@@ -18,27 +18,22 @@ from typing import Final
 
 import numpy as np
 
-NUM_MATCHED: Final = 3
-"""Tokens that must stand in the context already: fewer are found by chance."""
+NUM_MATCHED: Final = 2
+"""Tokens that must stand in the context already: fewer are found by chance, and three come later into a quotation."""
 MIN_SHARE: Final = 0.3
 """A sequence proposes nothing while less of what its context foretold comes true."""
 LOWEST_SHARE, HIGHEST_SHARE = 0.2, 0.99
 """The share falls no further, so that a few right tokens are enough to propose again, and never reaches 1."""
 MEMORY: Final = 8
 """The share is a running mean of about so many tokens."""
-TOKEN_BITS: Final = 21
-"""Of a token id in a key of `PromptNgrams`; n-grams of a larger vocabulary may share one, which proposes in vain."""
 
 
 class PromptNgrams:
-    """The n-grams of a prompt, which its sequences share: sorted, as a long prompt's would take long to hash."""
+    """The pairs of tokens of a prompt, which its sequences share: sorted, as a long one would take long to hash."""
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
-        ids = np.array(prompt_ids, np.int64) & (2**TOKEN_BITS - 1)
-        num = max(0, len(ids) - NUM_MATCHED)
-        keys = np.zeros(num, np.int64)
-        for at in range(NUM_MATCHED):
-            keys = keys << TOKEN_BITS | ids[at : at + num]
+        ids = np.array(prompt_ids, np.int64)
+        keys = ids[:-NUM_MATCHED] << 32 | ids[1 : 1 - NUM_MATCHED]
         order = keys.argsort(kind="stable")
         self._keys = array("q", keys[order].tobytes())
         self._places = array("q", (order + NUM_MATCHED).tobytes())
@@ -47,9 +42,8 @@ class PromptNgrams:
         """The place of the token behind its last place that has one; None: there is none."""
         if len(ngram) < NUM_MATCHED:
             return None
-        key = 0
-        for token in ngram:
-            key = key << TOKEN_BITS | token & (2**TOKEN_BITS - 1)
+        first, second = ngram
+        key = first << 32 | second
         at = bisect_right(self._keys, key) - 1
         return self._places[at] if at >= 0 and self._keys[at] == key else None
 

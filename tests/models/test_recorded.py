@@ -3,6 +3,7 @@
 
 import functools
 import itertools
+import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_triton.runner.cpu import accelerate
-from hf_triton.runner.model_runner import PACKED, ModelRunner
+from hf_triton.runner.model_runner import MAX_RECORDED_S, PACKED, ModelRunner
 from hf_triton.runner.own_code import has_own_code
 from hf_triton.runner.step import Step, TokenRange
 from hf_triton.sampling.params import SamplingParams
@@ -90,6 +91,24 @@ def test_recorded_calls_give_the_same_bits_without_the_modules(tmp_path: Path, k
     counted.num_calls = 0
     assert all(map(torch.equal, expected, decode(runner)))
     assert counted.num_calls == 1  # the prompts
+
+
+@pytest.mark.parametrize("is_slow_once", [True, False])
+def test_a_step_that_takes_long_once_is_recorded(tmp_path: Path, is_slow_once: bool) -> None:
+    model = load(tmp_path)
+    counted, runner = Counted(model), build_runner(model, records=False)
+    run, slept = runner.run, []
+
+    def run_slowly(step: Step) -> torch.Tensor:
+        if len(step.ranges) == 1 and not (slept and is_slow_once):
+            slept.append(time.sleep(2 * MAX_RECORDED_S))
+        return run(step)
+
+    runner.run = run_slowly  # type: ignore[method-assign]
+    runner.record(NUM_BLOCKS)
+    counted.num_calls = 0
+    decode(runner)
+    assert (counted.num_calls == 1) == is_slow_once
 
 
 @pytest.mark.parametrize("change", ["hook", "forward", "model"])

@@ -11,7 +11,7 @@ TEXT = [1, 2, 3, 4, 5, 6, 7, 8, 9]
 
 
 def test_what_followed_the_last_tokens_is_proposed() -> None:
-    lookup = PromptLookup([*TEXT, 30, 2, 3])
+    lookup = PromptLookup([*TEXT, 30, 3])
     assert lookup.propose(8, 0.01) == []
     lookup.follow([4])
     assert lookup.propose(3, 0.01) == [5, 6, 7]
@@ -26,7 +26,7 @@ def test_a_text_that_repeats_its_end_is_proposed_on_and_on() -> None:
 def test_the_place_that_came_true_goes_on_where_its_last_tokens_stand_elsewhere() -> None:
     lookup = PromptLookup([1, 2, 3, 4, 5, 6, 20, 4, 5, 6, 21, 1, 2, 3])
     lookup.follow([4, 5, 6])
-    assert lookup.propose(1, 0.01) == [20], "and not 21, which the last three tokens alone are followed by"
+    assert lookup.propose(1, 0.01) == [20], "and not 21, which the last two tokens alone are followed by"
 
 
 def test_the_dearer_a_token_and_the_less_came_true_the_fewer_are_proposed() -> None:
@@ -50,7 +50,7 @@ def test_a_text_whose_proposals_fail_proposes_none_until_they_come_true_again() 
 
 def test_a_context_shorter_than_what_is_looked_for_proposes_none() -> None:
     lookup = PromptLookup([1])
-    lookup.follow([1, 1])
+    lookup.follow([1])
     assert lookup.propose(8, 0.01) == []
 
 
@@ -58,8 +58,8 @@ def test_an_n_gram_of_a_prompt_is_found_at_its_last_place() -> None:
     source = random.Random(0)
     for _ in range(200):
         ids = [source.choice([1, 2, 5_000_000]) for _ in range(source.randrange(25))]
-        ngrams, ngram = PromptNgrams(ids), tuple(source.choice([1, 2, 5_000_000]) for _ in range(3))
-        places = [at for at in range(3, len(ids)) if tuple(ids[at - 3 : at]) == ngram]
+        ngrams, ngram = PromptNgrams(ids), tuple(source.choice([1, 2, 5_000_000]) for _ in range(2))
+        places = [at for at in range(2, len(ids)) if tuple(ids[at - 2 : at]) == ngram]
         assert ngrams.find(ngram) == max(places, default=None)
 
 

@@ -27,12 +27,12 @@ REGISTERS: Final = 2
 BLOCK: Final = REGISTERS * LANES
 ROWS_PER_TILE: Final = 4
 """Rows that are multiplied with codes together once they are unpacked."""
-BYTES_AHEAD: Final = 2048
+BYTES_AHEAD: Final = 8192
 """How far codes are prefetched: the processor's own prefetching stops at each page."""
 LARGEST: Final = 32767
-SMALLEST: Final = np.float32(1e-30)
+SMALLEST: Final = 2.0**-100
 """A group of smaller inputs counts as zeros."""
-NOT_FINITE: Final = np.int32(0x7F800000)
+NOT_FINITE: Final = 0x7F800000
 """The bits of float32 from which on a number is infinite or none."""
 
 TASK: Final = (
@@ -61,39 +61,16 @@ def can_run() -> bool:
 
 
 @cache
-def compile_rounding() -> Any:
-    """Compile what rounds rows to 16 bits. A group with an infinite input or NaN gets the scale NaN."""
+def compile_rounding(group: int) -> Any:
+    """Compile what rounds rows to 16 bits in groups of so many inputs."""
+    round_group = _rounding(group)
 
     @cfunc(types.void(types.CPointer(types.voidptr)), fastmath=MATH, error_model="numpy")  # type: ignore[no-untyped-call]
     def round_rows(addresses: Any) -> None:
         task = carray(addresses[0], 1, RECORD)[0]
-        size, count = task.inputs // task.groups, task.num_rows * task.groups
-        rows = carray(addresses[ROWS], (count, size), np.float32)
-        bits = carray(addresses[ROWS], (count, size), np.int32)
-        numbers = carray(addresses[NUMBERS], (count, size), np.int16)
-        empty = carray(addresses[FACTORS], (count, 3), np.int32)
-        factors = carray(addresses[FACTORS], (count, 3), np.float32)
-        zero = np.int32(task.zero)
-        for group in range(count):
-            most = np.int32(0)
-            for index in range(size):
-                most = max(most, bits[group, index] & np.int32(0x7FFFFFFF))
-            if most >= NOT_FINITE:
-                factors[group, 1] = factors[group, 2] = np.float32(np.nan)
-                continue
-            largest = np.float32(0)
-            for index in range(size):
-                largest = max(largest, abs(rows[group, index]))
-            inverse = np.float32(LARGEST) / largest if largest > SMALLEST else np.float32(0)
-            total = np.int32(0)
-            for index in range(size):
-                number = np.int32(math.floor(rows[group, index] * inverse + np.float32(0.5)))
-                numbers[group, index] = number
-                total += number
-            scale = largest / np.float32(LARGEST)
-            empty[group, 0] = -zero * total
-            factors[group, 1] = scale
-            factors[group, 2] = scale * np.float32(total)
+        for index in range(task.num_rows * task.groups):
+            place = task.rows + 4 * group * index, task.numbers + 2 * group * index, task.factors + FACTOR_BYTES * index
+            round_group((*place, task.zero))
 
     return round_rows
 
@@ -175,6 +152,52 @@ def _broadcast(builder: Any, kind: Any, address: Any) -> Any:
     undefined = ir.Constant(kind, ir.Undefined)
     single = builder.insert_element(undefined, _load(builder, kind.element, address), WORD(0))
     return builder.shuffle_vector(single, undefined, _constant(0))
+
+
+def _rounding(group: int) -> Any:
+    """Rounds a group of inputs, and gives its factors: scale NaN if an input is infinite or none."""
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def round_group(context: Any, numbers: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            row, target, factors, zero = (builder.extract_value(arguments[0], index) for index in range(4))
+
+            def store(value: Any, address: Any, offset: int) -> None:
+                place = builder.inttoptr(builder.add(address, LONG(offset)), value.type.as_pointer())
+                builder.store(value, place, align=2)
+
+            def all_lanes(number: Any) -> Any:
+                single = builder.insert_element(ir.Constant(FLOATS, ir.Undefined), number, WORD(0))
+                return builder.shuffle_vector(single, single, _constant(0))
+
+            parts = [_load(builder, FLOATS, builder.add(row, LONG(4 * at))) for at in range(0, group, LANES)]
+            bits = [builder.and_(builder.bitcast(part, WORDS), _constant(0x7FFFFFFF)) for part in parts]
+            most = bits[0]
+            for each in bits[1:]:
+                most = builder.select(builder.icmp_signed(">", each, most), each, most)
+            most = _call(builder, f"llvm.vector.reduce.smax.v{LANES}i32", WORD, most)
+            is_finite = builder.icmp_signed("<", most, WORD(NOT_FINITE))
+            largest = builder.bitcast(most, FLOAT)
+            is_large = builder.fcmp_ordered(">", largest, FLOAT(SMALLEST))
+            inverse = builder.select(is_large, builder.fdiv(FLOAT(LARGEST), largest), FLOAT(0))
+            wide, half = all_lanes(inverse), ir.Constant(FLOATS, [0.5] * LANES)
+            total = _constant(0)
+            for place, part in enumerate(parts):
+                shifted = _call(builder, FUSED, FLOATS, part, wide, half)
+                whole = _call(builder, f"llvm.floor.v{LANES}f32", FLOATS, shifted)
+                number = builder.fptosi(builder.select(is_finite, whole, ir.Constant(FLOATS, [0.0] * LANES)), WORDS)
+                store(builder.trunc(number, ir.VectorType(ir.IntType(16), LANES)), target, 2 * LANES * place)
+                total = builder.add(total, number)
+            total = _call(builder, f"llvm.vector.reduce.add.v{LANES}i32", WORD, total)
+            scale = builder.select(is_finite, builder.fdiv(largest, FLOAT(LARGEST)), FLOAT(math.nan))
+            store(builder.neg(builder.mul(builder.trunc(zero, WORD), total)), factors, 0)
+            store(scale, factors, 4)
+            store(builder.fmul(scale, builder.sitofp(total, FLOAT)), factors, 8)
+            return context.get_dummy_value()
+
+        return types.void(types.UniTuple(types.int64, 4)), generate  # type: ignore[no-untyped-call]
+
+    return round_group
 
 
 def _tile(bits: int, group: int, has_minimums: bool, number: int) -> Any:

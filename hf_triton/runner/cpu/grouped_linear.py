@@ -194,7 +194,7 @@ def _functions(bits: int, group: int, has_minimums: bool) -> tuple[Any, Any, int
     from hf_triton.runner.cpu.llvm import openmp_parallel
 
     kind, product = ctypes.CFUNCTYPE(None, ctypes.c_void_p), compile_product(bits, group, has_minimums)
-    return kind(compile_rounding().address), kind(product.address), product.address, openmp_parallel()
+    return kind(compile_rounding(group).address), kind(product.address), product.address, openmp_parallel()
 
 
 def _halves(numbers: torch.Tensor) -> torch.Tensor:

@@ -60,7 +60,7 @@ def next_number(context: Any, address: Any) -> Any:
 
 @intrinsic
 def fetch(context: Any, address: Any) -> Any:
-    """Prefetch the cache line at an address; an invalid address does no harm."""
+    """Prefetch the cache line at an address to the second level; an invalid address does no harm."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         prefetch(builder, arguments[0])
@@ -74,8 +74,8 @@ def prefetch(builder: Any, address: Any) -> None:
     pointer = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [pointer, WORD, WORD, WORD])
     function = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
-    to_read, for_long, data = WORD(0), WORD(3), WORD(1)
-    builder.call(function, [builder.inttoptr(address, pointer), to_read, for_long, data])
+    to_read, to_second_level, data = WORD(0), WORD(2), WORD(1)  # the first one waits for few lines at a time
+    builder.call(function, [builder.inttoptr(address, pointer), to_read, to_second_level, data])
 
 
 def pointer_to(builder: Any, kind: Any, address: Any, index: Any) -> Any:
