@@ -49,9 +49,9 @@ class ContinuousBatchingEngine(GenerationWorker):
             self.runner.allocate_slots()
         self.memory = allocate_cache(self.runner, options)
         self.runner.warm_up()
-        if options.decoding != "eager" and options.ranks is None and not options.has_own_code:
-            self.runner.record(max_num_seqs)
         num_proposed = self._num_proposed(options.prompt_lookup)
+        if options.decoding != "eager" and options.ranks is None and not options.has_own_code:
+            self.runner.record(max_num_seqs * (1 + num_proposed))
         self.slower += capture_forwards(
             options.decoding, self.runner.device, lambda: self.runner.capture(max_num_seqs, num_proposed)
         )

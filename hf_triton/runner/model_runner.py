@@ -206,12 +206,14 @@ class ModelRunner:
         return reason
 
     @torch.inference_mode()
-    def record(self, max_sequences: int) -> None:
-        """On a CPU, record the calls of small steps, if a trial finds the same bits; nothing else runs.
+    def record(self, max_tokens: int) -> None:
+        """On a CPU, record the calls of small steps, of up to so many tokens, if a trial finds the same bits.
+
+        Nothing else runs.
 
         LongRoPE has two sets of frequencies: a model with them runs as it is, and so do all while adapters run.
         """
-        way, count = self.way, min(self.cache.num_blocks, max(max_sequences, SIZES[-1]), MAX_RECORDED)
+        way, count = self.way, min(self.cache.num_blocks, max(max_tokens, SIZES[-1]), MAX_RECORDED)
         is_other = way.gathers or way.calls_torch or way.prefills_whole or not self.is_packed or self._is_split
         has_more = self._long_rope is not None or "position_ids" not in self._accepts
         if self.device.type != "cpu" or is_other or has_more or count < SIZES[-1]:

@@ -163,6 +163,22 @@ def test_text_that_repeats_itself_takes_few_steps(model: Any, start: StartEngine
     assert counts.num_steps + counts.num_accepted == 90
 
 
+def test_steps_with_proposals_are_recorded(start: StartEngine) -> None:
+    engine = start(prompt_lookup=8, max_num_seqs=1, config=CONFIG)
+    embedding, seen = engine.runner.model.get_input_embeddings(), list[int]()
+    forward = embedding.forward
+
+    def count(ids: torch.Tensor) -> torch.Tensor:
+        seen.append(ids.numel())
+        embedded: torch.Tensor = forward(ids)
+        return embedded
+
+    embedding.forward = count
+    completion = only(Client(engine).ask([1, *WORD], SamplingParams(90), constraint=Spelling))
+    assert completion.token_ids == WORD * 10
+    assert seen == [1 + len(WORD)], "the prompt alone runs the model's modules"
+
+
 def test_the_next_turn_finds_blocks_of_accepted_tokens_and_of_no_others(
     repeating: Any, start: StartEngine, always: None
 ) -> None:
