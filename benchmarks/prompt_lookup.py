@@ -98,7 +98,7 @@ def measure(model: LlamaForCausalLM, kind: str, width: int, num_proposed: int) -
 @click.command()
 @click.option("--rounds", default=5, show_default=True, help="Rounds; medians are shown.")
 @click.option("--threads", default=1, show_default=True, help="Threads of torch.")
-@click.option("--proposed", default=8, show_default=True, help="The setting prompt_lookup.")
+@click.option("--proposed", default=12, show_default=True, help="The setting prompt_lookup.")
 @click.option("--dtype", default="float32", show_default=True, help="Of the weights.")
 def main(rounds: int, threads: int, proposed: int, dtype: str) -> None:
     """Measure, and print a table."""

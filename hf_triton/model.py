@@ -139,6 +139,7 @@ def start_dispatcher(
     Raises:
         LoadError: The folder cannot be served.
     """
+    from hf_triton.runner.cpu import give_back_freed_memory
     from hf_triton.stream_door.client import cancel_elsewhere, sleep_elsewhere
     from hf_triton.stream_door.door_server import DoorServer
     from hf_triton.tasks.checked_hooks import check_hooks
@@ -186,6 +187,7 @@ def start_dispatcher(
     for close in (meter.close, door.close, config.sender.close, service.close, door.drain):  # the last is called first
         closing.callback(close)
     freeze_objects()
+    give_back_freed_memory()
     start_clock.end("service")
     logger.info("started %s", start_clock.describe())
     if service.info is not None:

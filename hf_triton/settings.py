@@ -292,7 +292,7 @@ class ModelSettings(BaseModel):
     prompt_lookup: Annotated[int, annotated_types.Ge(0), annotated_types.Le(16)] = 0
     """Maximum number of tokens that the continuous engine proposes for a sequence in a step: those that followed its
     last two tokens where they stand before in its prompt or completion. The model checks them in one step, so text
-    that repeats its prompt comes several tokens at a time, and stays what it is without; 8 is a good start. 0 proposes
+    that repeats its prompt comes several tokens at a time, and stays what it is without; 12 is a good start. 0 proposes
     none. What a proposed token costs is timed at load: with more sequences than it pays for none is proposed, nor for a
     sequence whose proposals fail."""
 
