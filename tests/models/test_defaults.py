@@ -13,6 +13,7 @@ from hf_triton.hub.checkpoint import Placement, load_checkpoint
 from hf_triton.hub.locate import Hub
 from hf_triton.protocol.chat_request import parse_chat
 from hf_triton.protocol.parameters import GenerationParameters
+from hf_triton.runner.cpu import layer_packing
 from hf_triton.settings import ModelSettings
 from hf_triton.tasks.hooks import Hooks
 from hf_triton.tasks.text_generation.prepare import Encoded
@@ -69,8 +70,13 @@ def test_invalid_defaults_are_refused(checkpoint: Path, defaults: Any, words: st
     [("auto", "(chosen by timing, "), (True, " linear layers packed for oneDNN"), (False, "")],
 )
 def test_pack_weights_is_followed(
-    checkpoint: Path, pack_weights: Any, words: str, caplog: pytest.LogCaptureFixture
+    checkpoint: Path,
+    pack_weights: Any,
+    words: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(layer_packing, "MIN_BYTES", 0)
     caplog.set_level("INFO", "hf_triton")
     start(checkpoint, ModelSettings(huggingface_model=str(checkpoint), pack_weights=pack_weights)).close()
     assert words in caplog.text

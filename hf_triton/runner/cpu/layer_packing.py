@@ -36,6 +36,8 @@ from hf_triton.runner.reference import logits_after, make_continuation, make_pro
 
 logger = logging.getLogger(__name__)
 
+MIN_BYTES: Final = 4 << 20
+"""Fewer weights stay in the caches however they are laid out: the layers are not timed, and stay as they are."""
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 CHUNKS: Final = ("local_attn_chunk_length", "lsh_attn_chunk_length")
 """Tokens, by their names in a config, beyond which a model (Reformer) reads its weights."""
@@ -47,6 +49,10 @@ def pack(model: nn.Module, which: Literal["auto", "all"] = "all") -> int:
     A model with parts that are not on the CPU stays as it is. `auto` packs the shapes that are faster so.
     """
     if any(parameter.device.type != "cpu" for parameter in model.parameters()):
+        return 0
+    linear: list[Any] = [layer for layer in model.modules() if _is_linear(layer)]
+    num_bytes = sum(layer.weight.nbytes for layer in linear)
+    if which == "auto" and num_bytes < MIN_BYTES:
         return 0
     length = 1 + max(getattr(model.config, name, None) or 2 for name in CHUNKS)
     try:
