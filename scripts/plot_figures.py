@@ -41,7 +41,7 @@ def draw(figures: dict[str, Any], path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(length=0)
     axes.legend(frameon=False, ncols=len(ways), fontsize=9)
-    axes.set_ylim(0, 2.1)
+    axes.set_ylim(0, max(2.1, axes.get_ylim()[1]))
     figure.savefig(path, metadata={"Date": None})
 
 
