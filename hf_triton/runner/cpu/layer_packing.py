@@ -50,8 +50,7 @@ def pack(model: nn.Module, which: Literal["auto", "all"] = "all") -> int:
     """
     if any(parameter.device.type != "cpu" for parameter in model.parameters()):
         return 0
-    linear: list[Any] = [layer for layer in model.modules() if _is_linear(layer)]
-    num_bytes = sum(layer.weight.nbytes for layer in linear)
+    num_bytes = sum(layer.weight.nbytes for layer in model.modules() if isinstance(layer, nn.Linear | Conv1D))
     if which == "auto" and num_bytes < MIN_BYTES:
         return 0
     length = 1 + max(getattr(model.config, name, None) or 2 for name in CHUNKS)
