@@ -49,7 +49,6 @@ TASK: Final = (
     "next_task",  # zero at first: tasks taken so far
 )
 """Arguments of the kernel, int64: addresses and sizes."""
-ROWS, NUMBERS, FACTORS = 1, 2, 3
 NEXT_TASK: Final = 8 * TASK.index("next_task")
 RECORD: Final = np.dtype([(name, np.int64) for name in TASK])
 FACTOR_BYTES: Final = 12
