@@ -9,11 +9,11 @@ import json
 import sys
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
@@ -29,6 +29,8 @@ from hf_triton_cli.tables import printable
 
 if TYPE_CHECKING:
     from hf_triton_gateway.triton.triton_models import Model, TritonModels
+
+T = TypeVar("T")
 
 RETURNS: Final = ("message", "finish_reason", "num_input_tokens", "num_output_tokens")
 TYPED_NAMES: Final = {
@@ -91,7 +93,7 @@ class Session:
         self._models: TritonModels | None = None
         self._model: Model | None = None
         self._stats: Stats | None = None
-        self._answering: asyncio.Task[str] | None = None
+        self._task: asyncio.Task[Any] | None = None
         self._set_system(system)
 
     def open(self, name: str | None) -> None:
@@ -101,7 +103,7 @@ class Session:
             self._models = self._models or self._triton.models()
             self._model = await self._triton.choose(self._models, name)
 
-        self._runner.run(connect())
+        self._wait_for(connect())
 
     def greet(self) -> None:
         """Say what the model is, on a terminal."""
@@ -112,12 +114,12 @@ class Session:
         click.echo(f"{click.style(self._model.name, bold=True)}{what} at {self._triton.address}; /help lists commands.")
 
     def close(self) -> None:
-        """Cancel an answer that SystemExit has left where it was, and disconnect."""
+        """Cancel what SystemExit has left where it was, and disconnect."""
 
         async def disconnect(models: TritonModels) -> None:
-            if self._answering is not None:
-                self._answering.cancel()
-                await asyncio.wait([self._answering])
+            if self._task is not None:
+                self._task.cancel()
+                await asyncio.wait([self._task])
             await models.close()
 
         if self._models is not None:
@@ -226,13 +228,17 @@ class Session:
         """Send a message and print the answer; one without an answer is forgotten, with its images."""
         images, self._images = self._images, []
         self._messages.append({"role": "user", "content": content_of(text, images)})
-        self._answering = self._runner.get_loop().create_task(self._print_answer())
         try:
-            answer = self._runner.run(_result_of(self._answering))
+            answer = self._wait_for(self._print_answer())
         except BaseException:
             self._messages.pop()
             raise
         self._messages.append({"role": "assistant", "content": answer})
+
+    def _wait_for(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of work in a task, which `close` cancels if it is not at its end."""
+        self._task = task = self._runner.get_loop().create_task(work)
+        return self._runner.run(_result_of(task))
 
     async def _print_answer(self) -> str:
         """Print the answer as it comes: as Markdown on a terminal, its reasoning dim."""
@@ -303,7 +309,7 @@ class Session:
                 setattr(self._stats, name, outputs[name][0])
 
 
-async def _result_of(task: asyncio.Task[str]) -> str:
+async def _result_of(task: asyncio.Task[T]) -> T:
     return await task
 
 

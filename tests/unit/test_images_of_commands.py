@@ -42,7 +42,18 @@ class Server:
         return self
 
     async def choose(self, models: Server, name: str | None) -> SimpleNamespace:
+        if name == "slow":
+            await self.stand_still()
         return self.model
+
+    async def stand_still(self) -> None:
+        assert self.begun
+        try:
+            await asyncio.get_running_loop().run_in_executor(None, self.begun)
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            self.ends.append("request")
 
     async def stream(self, generation: Generation) -> AsyncIterator[dict[str, list[Any]]]:
         self.asked.append(json.loads(json.dumps(generation.messages)))
@@ -50,12 +61,7 @@ class Server:
         if self.refusal:
             raise self.refusal
         if self.begun:
-            try:
-                await asyncio.get_running_loop().run_in_executor(None, self.begun)
-                await asyncio.Event().wait()
-            finally:
-                await asyncio.sleep(0)
-                self.ends.append("request")
+            await self.stand_still()
         yield {"message": [json.dumps({"content": f"{len(self.asked)}."})]}
 
     async def close(self) -> None:
@@ -75,14 +81,15 @@ def talk(runner: asyncio.Runner, images: str = "continuous") -> tuple[Session, S
     return session, server
 
 
-def test_sigterm_ends_the_request_before_its_connection(runner: asyncio.Runner) -> None:
+@pytest.mark.parametrize("command", ["Hello", "/model slow"])
+def test_sigterm_ends_the_request_before_its_connection(runner: asyncio.Runner, command: str) -> None:
     before = signal.getsignal(signal.SIGTERM)
     session, server = talk(runner)
     server.begun = partial(signal.raise_signal, signal.SIGTERM)
     try:
         exit_at_sigterm()
         with pytest.raises(SystemExit) as ended:
-            session.handle("Hello")
+            session.handle(command)
     finally:
         signal.signal(signal.SIGTERM, before)
         session.close()
